@@ -1,0 +1,56 @@
+"""wavefill: long-context LLM decoding as fast as the memory bus allows.
+
+Importing this module is cheap: torch is loaded at the first use of a function that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from wavefill.spec import (
+    AttentionSpec,
+    BackendUnavailable,
+    Fixed,
+    Invariant,
+    InvalidArgument,
+    InvalidType,
+    OutOfPages,
+    StreamK,
+    UnsupportedModel,
+    WavefillError,
+)
+
+if TYPE_CHECKING:
+    from wavefill.api import attention, decode_attention, merge_states
+    from wavefill.cache import KVPages, PagedKVCache
+    from wavefill.select import Choice, explain
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "attention": "wavefill.api",
+    "decode_attention": "wavefill.api",
+    "merge_states": "wavefill.api",
+    "KVPages": "wavefill.cache",
+    "PagedKVCache": "wavefill.cache",
+    "Choice": "wavefill.select",
+    "explain": "wavefill.select",
+}
+
+__all__ = [
+    "AttentionSpec", "BackendUnavailable", "Choice", "Fixed", "Invariant", "InvalidArgument", "InvalidType",
+    "KVPages", "OutOfPages", "PagedKVCache", "StreamK", "UnsupportedModel", "WavefillError", "__version__",
+    "attention", "decode_attention", "explain", "merge_states",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'wavefill' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
