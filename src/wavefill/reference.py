@@ -13,12 +13,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wavefill.spec import ScheduleArg, invalid
+from wavefill import schedule as schedules
+from wavefill.spec import ScheduleArg, StreamK, invalid, parse_schedule
 
 
 def attention(
@@ -138,18 +140,28 @@ class _Problem:
         T, HQ = self.q.shape[:2]
         return torch.zeros(T, HQ, self.v_cache.shape[-1], dtype=dtype), torch.full((T, HQ), -math.inf, dtype=dtype)
 
-    def rows(self, q_block: int | None = None) -> Iterator[Row]:
-        """The requests in order, each cut into blocks of at most `q_block` query tokens (None: not cut)."""
+    def rows(self) -> Iterator[Row]:
+        """Each request with all its query tokens, and the keys that any of them sees."""
         for request, seq_len in enumerate(self.seq_lens):
             begin, end = self.starts[request], self.starts[request + 1]
-            block = q_block or max(1, end - begin)
-            for at in range(begin, end, block):
-                upto = min(at + block, end)
-                first = seq_len - (end - begin) + (at - begin)
-                last = first + (upto - at) - 1
-                start = 0 if self.window is None else max(0, first - self.window + 1)
-                stop = min(seq_len, last + 1) if self.causal or self.window is not None else seq_len
-                yield Row(request, slice(at, upto), first, start, max(start, stop))
+            first = seq_len - (end - begin)
+            start = 0 if self.window is None else max(0, first - self.window + 1)
+            if end > begin:
+                yield Row(request, slice(begin, end), first, min(start, seq_len), seq_len)
+
+    def blocks(self, q_block: int | None) -> tuple[list[Row], schedules.Rows]:
+        """The rows of a schedule: each request's tokens in blocks of at most `q_block` (None: one block)."""
+        q_lens = [end - begin for begin, end in pairwise(self.starts)]
+        ranges = schedules.row_ranges(
+            self.seq_lens, q_lens, causal=self.causal, window=self.window, q_block=q_block or max([1, *q_lens])
+        )
+        rows = []
+        for i, request in enumerate(ranges.request.tolist()):
+            begin, end = int(ranges.q_begin[i]), int(ranges.q_end[i])
+            tokens = slice(self.starts[request] + begin, self.starts[request] + end)
+            first = self.seq_lens[request] - q_lens[request] + begin
+            rows.append(Row(request, tokens, first, int(ranges.start[i]), int(ranges.stop[i])))
+        return rows, ranges
 
     def scores(self, row: Row, head: int, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scaled scores [n, G, keys] of keys begin..end, -inf where not seen, and those keys' values [keys, DV]."""
@@ -337,13 +349,14 @@ def emulate(
 
     The work is a few tensor operations for each tile, so thousands of tiles a second.
     """
-    from wavefill import schedule as schedules
-
     problem = _problem(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v)
-    rows = list(problem.rows(q_block))
-    table = schedules.build(
-        schedule, [r.start for r in rows], [r.stop for r in rows], KH=problem.KH, tile=tile, workers=workers
-    )
+    chosen = parse_schedule(schedule)
+    if chosen == "auto":
+        raise invalid("schedule", "must say which schedule to replay", '"auto"', "Name one, for example stream_k.")
+    if isinstance(chosen, StreamK) and chosen.tile:
+        tile = chosen.tile
+    rows, ranges = problem.blocks(q_block)
+    table = schedules.make_table(chosen, ranges.start, ranges.stop, KH=problem.KH, workers=workers, tile=tile)
     partials = []
     for worker in range(table.workers):
         for s in (table.worker == worker).nonzero()[0]:
