@@ -1,0 +1,173 @@
+"""The CPU backend: worker threads walk their tiles of the KV cache in compiled code.
+
+The extension `_core` knows nothing of torch: this file turns tensors into pointers and strides. Callers (ops.py) have
+checked shapes, dtypes and devices; values in tensors (lengths, page ids, offsets) are checked here on every call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wavefill.hardware import CPU_TILE
+from wavefill.schedule import resolve
+from wavefill.spec import (
+    AttentionSpec,
+    Fixed,
+    InvalidArgument,
+    Schedule,
+    StreamK,
+    complaint,
+    invalid,
+)
+
+try:
+    from wavefill.backends.cpu import _core
+except ImportError as error:  # pragma: no cover - a broken install
+    raise ImportError(
+        f"wavefill's compiled core did not load: {error}. Reinstall it: pip install --force-reinstall wavefill"
+    ) from error
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HEAD_DIM = 576
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def capability(spec: AttentionSpec) -> str | None:
+    """Why this backend cannot serve `spec`, or None when it can."""
+    for name, value in (("D", spec.D), ("DV", spec.DV)):
+        if value > MAX_HEAD_DIM:
+            return f"{name} is {value}; the CPU backend takes head sizes up to {MAX_HEAD_DIM}"
+    return None
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    schedule: Schedule,
+    threads: int | None = None,
+    workers: int | None = None,
+) -> None:
+    """Attention of packed query tokens over a KV cache, written into `out` and `lse`.
+
+    q:            [T, HQ, D], fp32, fp16 or bf16; its last stride is 1.
+    k_cache:      [pages, page_size, KH, D] with a block table, else [B, S, KH, D]; q's dtype, any strides.
+    v_cache:      the same with DV.
+    seq_lens:     [B] int32, contiguous: keys of each request, this step's included.
+    block_table:  [B, max_pages] int32 with unit last stride, or None.
+    cu_seqlens_q: [B + 1] int32, contiguous, or None for one query token a request.
+    out, lse:     [T, HQ, DV] with unit last stride; [T, HQ] float32 or None.
+    threads:      at most this many threads run; None: torch's own number.
+    workers:      workers of the schedule; None: one a thread. Their number changes `fixed` and `stream_k` splits.
+
+    Raises InvalidArgument for negative lengths, lengths past the cache's capacity, page ids out of range in slots that
+    are read, and offsets that do not start at 0, decrease, or end past T.
+    """
+    if threads is None:
+        threads = torch.get_num_threads()
+    if workers is None:
+        workers = threads
+    tile = schedule.tile if isinstance(schedule, StreamK) and schedule.tile else CPU_TILE
+    T, HQ, D = q.shape
+    KH, DV = k_cache.shape[2], v_cache.shape[3]
+    B = seq_lens.shape[0]
+    starts: list[int] = []
+    stops: list[int] = []
+    if isinstance(schedule, Fixed) and schedule.splits is None and schedule.chunk is None:
+        starts, stops = _key_ranges(seq_lens, cu_seqlens_q, HQ // KH, causal, window)
+    kind, param = resolve(schedule, starts, stops, KH, workers, tile)
+    if block_table is None:
+        table, pages, max_pages, table_stride = 0, B, 1, 1
+    else:
+        table, pages = block_table.data_ptr(), k_cache.shape[0]
+        max_pages, table_stride = block_table.shape[1], block_table.stride(0)
+    fault = _core.attention(
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        seq_lens.data_ptr(), table, 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+        T, B, HQ, KH, D, DV, k_cache.shape[1], pages, max_pages, table_stride,
+        *q.stride()[:2], *k_cache.stride(), *v_cache.stride(), *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
+        DTYPE_CODES[q.dtype], scale, causal, window or 0, tile, kind, param, workers, threads,
+    )
+    if fault is not None:
+        raise _value_error(*fault, capacity=k_cache.shape[1] * max_pages, pages=pages, tokens=T)
+
+
+def _key_ranges(
+    seq_lens: Tensor, cu_seqlens_q: Tensor | None, group: int, causal: bool, window: int | None
+) -> tuple[list[int], list[int]]:
+    lengths = seq_lens.tolist()
+    offsets = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    rows = _core.rows(lengths, list(offsets), group, causal, window or 0)
+    return [r[3] for r in rows], [r[4] for r in rows]
+
+
+def _value_error(
+    fault: int, request: int, value: int, slot: int, *, capacity: int, pages: int, tokens: int
+) -> InvalidArgument:
+    match fault:
+        case 1:
+            return invalid(f"seq_lens[{request}]", "must not be negative", value,
+                           "A request without keys has length 0.")
+        case 2:
+            return invalid(f"seq_lens[{request}]", f"must be at most the cache's capacity of {capacity} tokens", value,
+                           "Widen block_table or the cache, or shorten the request.")
+        case 3:
+            return invalid(f"block_table[{request}, {slot}]", f"must be a page id from 0 to {pages - 1}", value,
+                           "Slots past a request's last page may hold anything; this one is read.")
+        case 4:
+            return invalid("cu_seqlens_q[0]", "must be 0", value, "Offsets start at the first query token.")
+        case 5:
+            return invalid(f"cu_seqlens_q[{request + 1}]", "must not be below the offset before it", value,
+                           "Build it as a running sum of the query lengths.")
+        case _:
+            return invalid("cu_seqlens_q[-1]", f"must be at most the {tokens} query tokens of q", value,
+                           "Pass all query tokens, or a smaller last offset.")
+
+
+def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write the keys and values of N tokens into a cache.
+
+    k, v:  [N, KH, D] and [N, KH, DV], any strides, the caches' dtype.
+    slots: [N] int64, contiguous: page * page_size + offset of each token; a negative slot is skipped.
+
+    Raises InvalidArgument when a slot lies past the cache; nothing is written then.
+    """
+    capacity = k_cache.shape[0] * k_cache.shape[1]
+    if slots.numel() and int(slots.max()) >= capacity:
+        raise InvalidArgument(complaint("slots", f"must be below pages x page_size = {capacity}", int(slots.max()),
+                                        "Grow the cache or correct the slot."))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        _core.append(new.data_ptr(), cache.data_ptr(), slots.data_ptr(), *new.shape, new.element_size(),
+                     *new.stride(), *cache.stride(), cache.shape[1])
+
+
+def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge N partial states, in order, into `out` and `lse`; all contiguous.
+
+    outs: [N, ..., DV]; lses: [N, ...] float32, natural logarithm; out: [..., DV]; lse: [...] float32.
+    """
+    if out.numel() == 0 and lse.numel() == 0:
+        return
+    n, d = outs.shape[0], outs.shape[-1]
+    _core.merge(outs.data_ptr(), lses.data_ptr(), out.data_ptr(), lse.data_ptr(), n, lse.numel(), d,
+                DTYPE_CODES[outs.dtype], torch.get_num_threads())
+
+
+def read_bandwidth(buffer: Tensor, threads: int | None = None) -> float:
+    """Bytes per second of one pass over a contiguous buffer with every thread reading."""
+    return float(_core.read_bandwidth(buffer.data_ptr(), buffer.numel() * buffer.element_size(),
+                                      threads or torch.get_num_threads()))

@@ -1,0 +1,264 @@
+// Decode attention over tiles of the KV cache: scores, online softmax and the weighted sum of V for all query heads of
+// one KV head, in float32. Compiled once per instruction set with WF_ISA as its name.
+#include "kernel.h"
+
+#include "tile.h"
+
+namespace wf {
+namespace WF_ISA {
+
+namespace {
+
+inline int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+inline int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Hands out 64-byte aligned pieces of a worker's scratch memory; with a null base it only counts.
+struct Arena {
+  char *base;
+  int64_t used = 0;
+  template <class X>
+  X *take(int64_t n) {
+    X *p = base ? (X *)(base + used) : nullptr;
+    used += round_up(n * (int64_t)sizeof(X), 64);
+    return p;
+  }
+};
+
+struct Scratch {
+  Tokens tokens[2];
+  float *scores;
+  char *k_stage, *v_stage, *k_tail, *v_tail;
+  State *states;
+  int64_t used;
+};
+
+Scratch lay_out(const Problem &p, int64_t query_rows, int64_t heads, char *base) {
+  const Dims dims = dims_of(p);
+  Arena a{base};
+  Scratch s;
+  for (Tokens &t : s.tokens) {
+    t.k = a.take<const char *>(p.tile);
+    t.v = a.take<const char *>(p.tile);
+  }
+  s.scores = a.take<float>(query_rows * dims.tile_padded);
+  const bool stage = p.ks.dim != 1 || p.vs.dim != 1;
+  s.k_stage = stage ? a.take<char>(p.tile * p.D * 4) : nullptr;
+  s.v_stage = stage ? a.take<char>(p.tile * p.DV * 4) : nullptr;
+  s.k_tail = a.take<char>(p.tile * 2 * kW * 4);
+  s.v_tail = a.take<char>(p.tile * 2 * kW * 4);
+  s.states = a.take<State>(heads);
+  for (int64_t i = 0; i < heads; ++i) {
+    float *q = a.take<float>(query_rows * dims.d_padded);
+    float *sums = a.take<float>(state_floats(p, query_rows));
+    if (base) s.states[i].q = q, s.states[i].sums = sums;
+  }
+  s.used = a.used;
+  return s;
+}
+
+int64_t partial_floats(const Problem &p, int64_t query_rows) { return round_up(state_floats(p, query_rows), 16); }
+
+int64_t scratch_bytes(const Problem &p, int64_t query_rows, int64_t heads) {
+  return lay_out(p, query_rows, heads, nullptr).used;
+}
+
+// Finds the tokens of tile `index` of a row. `Tokens` holds the address of head 0 of each.
+template <class T>
+void locate(const Problem &p, const Row &row, int64_t index, Tokens &out) {
+  const int64_t from = imax(index * p.tile, row.start), to = imin((index + 1) * p.tile, row.stop);
+  out.from = from;
+  out.count = to - from;
+  const int64_t k_step = p.ks.token * (int64_t)sizeof(T), v_step = p.vs.token * (int64_t)sizeof(T);
+  for (int64_t t = from; t < to;) {
+    const int64_t slot = t / p.page_size, offset = t % p.page_size;
+    const int64_t page = p.table ? (int64_t)p.table[row.request * p.table_stride + slot] : row.request;
+    const int64_t run = imin(to - t, p.page_size - offset);
+    const char *k = p.k + (page * p.ks.page + offset * p.ks.token) * (int64_t)sizeof(T);
+    const char *v = p.v + (page * p.vs.page + offset * p.vs.token) * (int64_t)sizeof(T);
+    for (int64_t i = 0; i < run; ++i, k += k_step, v += v_step) {
+      out.k[t - from + i] = k;
+      out.v[t - from + i] = v;
+    }
+    t += run;
+  }
+}
+
+template <class T>
+void load_q(const Problem &p, const Row &row, int64_t head, State &s) {
+  const int64_t padded = dims_of(p).d_padded;
+  const T *q = (const T *)p.q;
+  for (int64_t i = 0; i < s.rows; ++i) {
+    const T *src = q + (row.q0 + i / p.G) * p.q_token + (head * p.G + i % p.G) * p.q_head;
+    for (int64_t lane = 0; lane < padded; ++lane) {
+      const int64_t e = q_element<T>((int)lane);
+      store_q<T>(s.q, i * padded + lane, e < p.D ? src + e : nullptr);
+    }
+  }
+}
+
+template <class T>
+void write_out(const Problem &p, const Row &row, int64_t head, const State &s) {
+  const Dims dims = dims_of(p);
+  T *out = (T *)p.out;
+  for (int64_t i = 0; i < s.rows; ++i) {
+    const int64_t token = row.q0 + i / p.G, h = head * p.G + i % p.G;
+    const float sum = s.sum()[i], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const float *acc = s.acc() + i * dims.dv_padded;
+    T *dst = out + token * p.o_token + h * p.o_head;
+    for (int64_t lane = 0; lane < dims.dv_padded; ++lane) {
+      const int64_t e = lane_element<T>((int)lane);
+      if (e < p.DV) from_float(acc[lane] * inverse, dst[e]);
+    }
+    if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = sum == 0.0f ? -INFINITY : s.max()[i] + logf(sum);
+  }
+}
+
+// The one merge: brings states to their common maximum and adds them, in the order of their segments.
+template <class T>
+void merge_group(const Job &job, const Group &g, State &s) {
+  const Problem &p = *job.problem;
+  const int64_t dv = dims_of(p).dv_padded;
+  const Segment &first = job.segments[g.first];
+  const Row &row = job.rows[first.row];
+  auto part = [&](int64_t i) {
+    State x;
+    x.rows = s.rows, x.dv = s.dv;
+    x.sums = job.partials + job.segments[g.first + i].partial * job.partial_floats;
+    return x;
+  };
+  for (int64_t r = 0; r < s.rows; ++r) {
+    float top = -INFINITY;
+    for (int64_t i = 0; i < g.count; ++i) top = fmaxf(top, part(i).max()[r]);
+    const float base = top == -INFINITY ? 0.0f : top;
+    float sum = 0.0f;
+    float *acc = s.acc() + r * dv;
+    for (int64_t d = 0; d < dv; d += kW) vstore(acc + d, vzero());
+    for (int64_t i = 0; i < g.count; ++i) {
+      const State x = part(i);
+      const float w = expf(x.max()[r] - base);
+      if (w == 0.0f && x.sum()[r] == 0.0f) continue;
+      sum += w * x.sum()[r];
+      const float *from = x.acc() + r * dv;
+      for (int64_t d = 0; d < dv; d += kW) vstore(acc + d, vfma(vset(w), vload(from + d), vload(acc + d)));
+    }
+    s.max()[r] = top;
+    s.sum()[r] = sum;
+  }
+  write_out<T>(p, row, first.head, s);
+}
+
+template <class T>
+void run_typed(const Job &job, int64_t first, int64_t count, char *memory) {
+  const Problem &p = *job.problem;
+  const Segment *segs = job.segments + first;
+  const Row &row = job.rows[segs[0].row];
+  const int64_t query_rows = (row.q1 - row.q0) * p.G;
+  Scratch scratch = lay_out(p, query_rows, count, memory);
+  int64_t begin = segs[0].begin, end = segs[0].end;
+  for (int64_t i = 0; i < count; ++i) {
+    begin = imin(begin, segs[i].begin);
+    end = imax(end, segs[i].end);
+    scratch.states[i].rows = query_rows;
+    scratch.states[i].dv = dims_of(p).dv_padded;
+    reset(scratch.states[i]);
+    load_q<T>(p, row, segs[i].head, scratch.states[i]);
+  }
+  TileWork<T> work{p, row, scratch.scores, scratch.k_stage, scratch.v_stage, scratch.k_tail, scratch.v_tail};
+  locate<T>(p, row, begin, scratch.tokens[0]);
+  for (int64_t t = begin; t < end; ++t) {
+    const Tokens &now = scratch.tokens[(t - begin) & 1];
+    Tokens &next = scratch.tokens[(t - begin + 1) & 1];
+    const bool more = t + 1 < end;
+    if (more) locate<T>(p, row, t + 1, next);
+    for (int64_t i = 0; i < count; ++i) {
+      if (t < segs[i].begin || t >= segs[i].end) continue;
+      // While this tile is computed, the same head's next tile starts to move.
+      const bool fetch = more && t + 1 < segs[i].end;
+      work.run(scratch.states[i], segs[i].head, now, fetch ? &next : nullptr);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    State &s = scratch.states[i];
+    if (segs[i].partial < 0) {
+      write_out<T>(p, row, segs[i].head, s);
+      continue;
+    }
+    memcpy(job.partials + segs[i].partial * job.partial_floats, s.sums, (size_t)state_floats(p, query_rows) * 4);
+    const Group &g = job.groups[segs[i].group];
+    // The last of the group's workers to arrive merges; nobody waits.
+    if (__atomic_add_fetch(job.finished + segs[i].group, 1, __ATOMIC_ACQ_REL) == g.count) merge_group<T>(job, g, s);
+  }
+}
+
+void run(const Job &job, int64_t first, int64_t count, char *scratch) {
+  switch (job.problem->dtype) {
+    case DType::f32: return run_typed<float>(job, first, count, scratch);
+    case DType::f16: return run_typed<f16>(job, first, count, scratch);
+    case DType::bf16: return run_typed<bf16>(job, first, count, scratch);
+  }
+}
+
+template <class T>
+void merge_typed(const T *outs, const float *lses, T *out, float *lse, int64_t n, int64_t rows, int64_t d,
+                 int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    float top = -INFINITY;
+    for (int64_t i = 0; i < n; ++i) top = fmaxf(top, lses[i * rows + r]);
+    const float base = top == -INFINITY ? 0.0f : top;
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; ++i) sum += expf(lses[i * rows + r] - base);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    constexpr int64_t kChunk = 64;
+    for (int64_t d0 = 0; d0 < d; d0 += kChunk) {
+      const int64_t width = imin(kChunk, d - d0);
+      float acc[kChunk] = {};
+      for (int64_t i = 0; i < n; ++i) {
+        const float w = expf(lses[i * rows + r] - base) * inverse;
+        if (w == 0.0f) continue;  // a state without keys carries no output, whatever its bytes
+        const T *from = outs + (i * rows + r) * d + d0;
+        for (int64_t j = 0; j < width; ++j) acc[j] += w * to_float(from[j]);
+      }
+      for (int64_t j = 0; j < width; ++j) from_float(acc[j], out[r * d + d0 + j]);
+    }
+    lse[r] = sum == 0.0f ? -INFINITY : top + logf(sum);
+  }
+}
+
+void merge(const char *outs, const float *lses, char *out, float *lse, int64_t n, int64_t rows, int64_t d, DType dtype,
+           int64_t begin, int64_t end) {
+  switch (dtype) {
+    case DType::f32: return merge_typed((const float *)outs, lses, (float *)out, lse, n, rows, d, begin, end);
+    case DType::f16: return merge_typed((const f16 *)outs, lses, (f16 *)out, lse, n, rows, d, begin, end);
+    case DType::bf16: return merge_typed((const bf16 *)outs, lses, (bf16 *)out, lse, n, rows, d, begin, end);
+  }
+}
+
+float read(const char *data, int64_t bytes) {
+  const float *p = (const float *)data;
+  const int64_t n = bytes / 4, step = 8 * kW;
+  V s[8];
+  for (V &x : s) x = vzero();
+  int64_t i = 0;
+  for (; i + step <= n; i += step) {
+    __builtin_prefetch(p + i + 1024);
+    __builtin_prefetch(p + i + 1040);
+    __builtin_prefetch(p + i + 1056);
+    __builtin_prefetch(p + i + 1072);
+    for (int j = 0; j < 8; ++j) s[j] = vmax(s[j], vload(p + i + j * kW));
+  }
+  float top = 0.0f;
+  for (V x : s) top = fmaxf(top, vhmax(x));
+  for (; i < n; ++i) top = fmaxf(top, p[i]);
+  return top;
+}
+
+#define WF_TEXT_(x) #x
+#define WF_TEXT(x) WF_TEXT_(x)
+
+}  // namespace
+
+extern const Kernel kernel = {WF_TEXT(WF_ISA), partial_floats, scratch_bytes, run, merge, read};
+
+}  // namespace WF_ISA
+}  // namespace wf

@@ -1,0 +1,52 @@
+// The calls that the Python module exposes, free of Python.
+#pragma once
+#include <stdint.h>
+
+#include <vector>
+
+#include "kernel.h"
+#include "problem.h"
+#include "schedule.h"
+
+namespace wf {
+
+// What a value in a tensor was wrong with.
+enum class Fault : int {
+  none = 0,
+  negative_length = 1,    // request, length
+  length_over_capacity = 2,  // request, length
+  page_out_of_range = 3,  // request, page id, slot
+  offsets_start = 4,      // -, first value of cu_seqlens_q
+  offsets_decrease = 5,   // request, next value
+  offsets_past_end = 6,   // -, last value
+};
+
+struct Report {
+  Fault fault = Fault::none;
+  int64_t request = 0, value = 0, slot = 0;
+};
+
+// Query tokens of one row: as many as fill this many (query token, head) rows, and at least one.
+constexpr int64_t kQueryRows = 64;
+
+std::vector<const Kernel *> available_kernels();
+const Kernel &kernel();
+bool choose_kernel(const char *name);
+
+void build_rows(const Problem &p, std::vector<Row> &rows);
+Report attention(const Problem &p, Kind kind, int64_t param, int64_t workers, int threads);
+void merge_states(const char *outs, const float *lses, char *out, float *lse, int64_t n, int64_t rows, int64_t d,
+                  DType dtype, int threads);
+double read_bytes_per_second(const char *data, int64_t bytes, int threads);
+
+struct Append {
+  const char *src;  // [n, heads, width]
+  char *dst;
+  int64_t n, heads, width, element;
+  int64_t src_token, src_head, src_dim;
+  Strides dst_strides;
+  int64_t page_size;
+};
+void append(const Append &a, const int64_t *slots);
+
+}  // namespace wf

@@ -1,0 +1,53 @@
+// One attention call as plain pointers and strides, shared by every part of the core.
+#pragma once
+#include <stdint.h>
+
+namespace wf {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+// Offsets and strides are counted in elements; all of them are 64 bits wide.
+struct Strides {
+  int64_t page, token, head, dim;
+};
+
+struct Problem {
+  const char *q, *k, *v;
+  char *out;
+  float *lse;               // may be null
+  const int32_t *seq_lens;  // [B]
+  const int32_t *table;     // [B, max_pages], or null: request b owns "page" b
+  const int32_t *cu_q;      // [B + 1], or null: one query token a request
+  int64_t T, B, HQ, KH, G, D, DV;
+  int64_t page_size, pages, max_pages, table_stride;
+  Strides ks, vs;
+  int64_t q_token, q_head, o_token, o_head;
+  int64_t lse_token, lse_head;
+  DType dtype;
+  float scale;
+  bool causal;
+  int64_t window;  // keys a query sees, itself included; 0: all
+  int64_t tile;    // tokens of a tile
+};
+
+// A row is the unit of queries that the schedule deals with: query tokens [q0, q1) of one request, which between them
+// see keys [start, stop). pos0 is the position of query q0.
+struct Row {
+  int64_t request, q0, q1, pos0, start, stop;
+};
+
+// A run of tiles [begin, end) of one (row, head), done by one worker in one go.
+struct Segment {
+  int32_t row, head;
+  int64_t begin, end;
+  int32_t worker;   // stream_k: its worker; the other kinds are claimed in order by whichever worker is free
+  int32_t group;    // the (row, head) it belongs to, counted over those with at least one tile
+  int64_t partial;  // slot of its partial state, or -1 when it covers its (row, head) alone
+};
+
+// All segments of one (row, head); the last worker to finish one of them merges them in order.
+struct Group {
+  int64_t first, count;  // segments
+};
+
+}  // namespace wf

@@ -1,0 +1,246 @@
+// The few vector operations that the kernel needs, for the instruction set this file is compiled for. V holds kW floats.
+// Everything is static and only C headers are included: a shared inline function compiled with AVX-512 could otherwise
+// be the copy that the linker keeps for code that runs on any CPU.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+
+using V = __m512;
+constexpr int kW = 16;
+inline V vzero() { return _mm512_setzero_ps(); }
+inline V vset(float x) { return _mm512_set1_ps(x); }
+inline V vload(const float *p) { return _mm512_loadu_ps(p); }
+inline void vstore(float *p, V a) { _mm512_storeu_ps(p, a); }
+inline V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+inline V vadd(V a, V b) { return _mm512_add_ps(a, b); }
+inline V vsub(V a, V b) { return _mm512_sub_ps(a, b); }
+inline V vmul(V a, V b) { return _mm512_mul_ps(a, b); }
+inline V vmax(V a, V b) { return _mm512_max_ps(a, b); }
+inline float vhmax(V a) { return _mm512_reduce_max_ps(a); }
+inline float vhsum(V a) { return _mm512_reduce_add_ps(a); }
+inline V vround(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a * 2^n for whole n; n in [-126, 0]
+inline V vscale2(V a, V n) { return _mm512_scalef_ps(a, n); }
+inline V vzero_below(V a, V x, float limit) {
+  return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, vset(limit), _CMP_LT_OQ), vzero());
+}
+inline __m256 fold(V a) {
+  return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+}
+inline void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
+inline void load_pair(const f16 *p, V &a, V &b) {
+  a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+  b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + kW)));
+}
+inline void load_pair(const bf16 *p, V &a, V &b) {
+  __m512i x = _mm512_loadu_si512(p);
+  a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)));
+}
+
+#elif defined(__AVX2__)
+
+using V = __m256;
+constexpr int kW = 8;
+inline V vzero() { return _mm256_setzero_ps(); }
+inline V vset(float x) { return _mm256_set1_ps(x); }
+inline V vload(const float *p) { return _mm256_loadu_ps(p); }
+inline void vstore(float *p, V a) { _mm256_storeu_ps(p, a); }
+inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline V vadd(V a, V b) { return _mm256_add_ps(a, b); }
+inline V vsub(V a, V b) { return _mm256_sub_ps(a, b); }
+inline V vmul(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V vmax(V a, V b) { return _mm256_max_ps(a, b); }
+inline float vhmax(V a) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
+}
+inline float vhsum(V a) {
+  __m128 m = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_add_ss(m, _mm_shuffle_ps(m, m, 1)));
+}
+inline V vround(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline V vscale2(V a, V n) {
+  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
+}
+inline V vzero_below(V a, V x, float limit) { return _mm256_andnot_ps(_mm256_cmp_ps(x, vset(limit), _CMP_LT_OQ), a); }
+inline __m256 fold(V a) { return a; }
+inline void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
+inline void load_pair(const f16 *p, V &a, V &b) {
+  a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+  b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + kW)));
+}
+inline void load_pair(const bf16 *p, V &a, V &b) {
+  __m256i x = _mm256_loadu_si256((const __m256i *)p);
+  a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)));
+}
+
+#else  // any CPU: GCC's and Clang's vector extension
+
+typedef float V __attribute__((vector_size(16)));
+typedef int32_t VI __attribute__((vector_size(16)));
+typedef uint32_t VU __attribute__((vector_size(16)));
+constexpr int kW = 4;
+inline V vset(float x) { return V{x, x, x, x}; }
+inline V vzero() { return vset(0.0f); }
+inline V vload(const float *p) {
+  V a;
+  memcpy(&a, p, sizeof a);
+  return a;
+}
+inline void vstore(float *p, V a) { memcpy(p, &a, sizeof a); }
+inline V vfma(V a, V b, V c) { return a * b + c; }
+inline V vadd(V a, V b) { return a + b; }
+inline V vsub(V a, V b) { return a - b; }
+inline V vmul(V a, V b) { return a * b; }
+inline V vselect(VI mask, V a, V b) { return (V)(((VI)a & mask) | ((VI)b & ~mask)); }
+inline V vmax(V a, V b) { return vselect(a > b, a, b); }
+inline float vhmax(V a) {
+  float m = a[0];
+  for (int i = 1; i < kW; ++i) m = a[i] > m ? a[i] : m;
+  return m;
+}
+inline float vhsum(V a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+inline V vround(V a) {  // adding 1.5 * 2^23 drops the fraction bits, rounding to nearest
+  const V big = vset(12582912.0f);
+  return (a + big) - big;
+}
+inline V vscale2(V a, V n) {
+  VI e = (__builtin_convertvector(n, VI) + 127) << 23;
+  return a * (V)e;
+}
+inline V vzero_below(V a, V x, float limit) { return vselect(x < vset(limit), vzero(), a); }
+inline void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
+inline float f16_to_float(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023u;
+  uint32_t bits;
+  if (e == 31) bits = sign | 0x7f800000u | (m << 13);
+  else if (e) bits = sign | ((e + 112) << 23) | (m << 13);
+  else {
+    const float x = (float)m * 5.9604644775390625e-8f;  // 2^-24
+    memcpy(&bits, &x, 4);
+    bits |= sign;
+  }
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+inline void load_pair(const f16 *p, V &a, V &b) {
+  for (int i = 0; i < kW; ++i) a[i] = f16_to_float(p[i].bits), b[i] = f16_to_float(p[i + kW].bits);
+}
+inline void load_pair(const bf16 *p, V &a, V &b) {
+  VU x;
+  memcpy(&x, p, sizeof x);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  a = (V)(x & 0xffff0000u), b = (V)(x << 16);
+#else
+  a = (V)(x << 16), b = (V)(x & 0xffff0000u);
+#endif
+}
+
+#endif
+
+// Sums of four vectors, in order.
+#if defined(__AVX2__)
+inline __m128 vsum4(V a, V b, V c, V d) {
+  __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(fold(a), fold(b)), _mm256_hadd_ps(fold(c), fold(d)));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+inline void store4(float *p, __m128 s) { _mm_storeu_ps(p, s); }
+inline void store22(float *p, float *q, __m128 s) {
+  _mm_storel_pi((__m64 *)p, s);
+  _mm_storeh_pi((__m64 *)q, s);
+}
+inline float f16_scalar(f16 x) { return _cvtsh_ss(x.bits); }
+inline uint16_t to_f16_bits(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+struct Sum4 {
+  float s[4];
+};
+inline Sum4 vsum4(V a, V b, V c, V d) { return {{vhsum(a), vhsum(b), vhsum(c), vhsum(d)}}; }
+inline void store4(float *p, Sum4 s) { memcpy(p, s.s, sizeof s.s); }
+inline void store22(float *p, float *q, Sum4 s) { p[0] = s.s[0], p[1] = s.s[1], q[0] = s.s[2], q[1] = s.s[3]; }
+inline float f16_scalar(f16 x) { return f16_to_float(x.bits); }
+inline uint16_t to_f16_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  const uint32_t sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+  if (a >= 0x47800000u) return (uint16_t)(sign | 0x7c00u);  // 65536 and up
+  if (a < 0x38800000u) {                                    // below 2^-14: a multiple of 2^-24
+    float y;
+    memcpy(&y, &a, 4);
+    return (uint16_t)(sign | (uint32_t)nearbyintf(y * 16777216.0f));
+  }
+  const uint32_t r = a + 0xfffu + ((a >> 13) & 1u);  // round to nearest even; may carry into the exponent
+  return (uint16_t)(sign | ((r - 0x38000000u) >> 13));
+}
+#endif
+
+inline float to_float(float x) { return x; }
+inline float to_float(f16 x) { return f16_scalar(x); }
+inline float to_float(bf16 x) {
+  const uint32_t u = (uint32_t)x.bits << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline void from_float(float x, float &y) { y = x; }
+inline void from_float(float x, f16 &y) { y.bits = to_f16_bits(x); }
+inline void from_float(float x, bf16 &y) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) y.bits = (uint16_t)((u >> 16) | 0x40u);  // NaN stays NaN
+  else y.bits = (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// load_pair splits a bf16 block into its even and its odd elements, which costs one operation a vector instead of two.
+// Dot products do not care about the order; q and the accumulators keep it, and outputs go back through lane_element.
+template <class T>
+inline int lane_element(int lane) {
+  return lane;
+}
+template <>
+inline int lane_element<bf16>(int lane) {
+  const int block = lane / (2 * kW), i = lane % (2 * kW);
+  return block * 2 * kW + (i < kW ? 2 * i : 2 * (i - kW) + 1);
+}
+
+// exp(x) for x <= 0 to within 1.5 units in the last place; NaN stays NaN, anything below -87.3 gives 0.
+inline V vexp(V x) {
+  // The order of the operands lets a NaN through on every instruction set.
+  const V clamped = vmax(vset(-88.0f), x);
+  const V n = vround(vmul(clamped, vset(1.44269504088896341f)));
+  V r = vfma(n, vset(-0.693359375f), clamped);
+  r = vfma(n, vset(2.12194440e-4f), r);
+  V p = vset(1.9875691500e-4f);
+  p = vfma(p, r, vset(1.3981999507e-3f));
+  p = vfma(p, r, vset(8.3334519073e-3f));
+  p = vfma(p, r, vset(4.1665795894e-2f));
+  p = vfma(p, r, vset(1.6666665459e-1f));
+  p = vfma(p, r, vset(5.0000001201e-1f));
+  p = vadd(vfma(vmul(r, r), p, r), vset(1.0f));
+  return vzero_below(vscale2(p, n), x, -87.3f);
+}
+
+}  // namespace
