@@ -20,7 +20,8 @@ SCHEDULES = [
 
 def from_core(plan, starts, stops, KH, workers, tile):
     starts, stops = np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
-    columns = core.schedule(starts.ctypes.data, stops.ctypes.data, len(starts), KH, tile, plan.kind, plan.param, workers)
+    columns = core.schedule(starts.ctypes.data, stops.ctypes.data, len(starts), KH, tile, plan.kind, plan.param,
+                            workers)
     return [np.asarray(column).tolist() for column in columns]
 
 

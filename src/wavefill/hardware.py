@@ -1,0 +1,210 @@
+"""Facts of the GPUs and of this CPU that schedules and cost estimates need.
+
+Every figure comes from the vendor's data sheet or documentation unless the record's `note` says otherwise;
+`measured_read` is what a kernel that only reads has reached. TFLOP/s are dense (without sparsity), with fp32
+accumulation.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from wavefill.spec import invalid, invalid_type
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+
+#: Tokens of a tile of the CPU backend: its K and V (D 128, bf16) are 32 KiB, so a tile's scores and state stay in the
+#: first cache levels while the next tile streams in.
+CPU_TILE = 64
+#: Tokens of a tile and CTAs on each SM where the caller gives none. Measured on an H200: a split-KV decode kernel of
+#: one or two warps came closest to the read floor with 32 tokens and two CTAs an SM.
+GPU_TILE = 32
+GPU_WORKERS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as a program sees it.
+
+    sms:           streaming multiprocessors (NVIDIA) or compute units (AMD).
+    bandwidth:     bytes/s of device memory, the vendor's peak.
+    memory:        bytes of device memory. The GB of vendors count binary: an H200 of "141 GB" reports 140.4 GiB.
+    l2:            bytes of L2 cache.
+    shared_memory: bytes of shared memory (LDS) of one SM or CU.
+    bf16_flops, fp8_flops: peak FLOP/s of the tensor cores; fp8_flops is None where there is no fp8.
+    source:        where the figures come from.
+    measured_read: bytes/s of a kernel that only reads, where that was measured.
+    note:          what a reader of a figure must know.
+    """
+
+    name: str
+    sms: int
+    bandwidth: float
+    memory: int
+    l2: int
+    shared_memory: int
+    bf16_flops: float
+    fp8_flops: float | None
+    source: str
+    measured_read: float | None = None
+    note: str = ""
+
+    @property
+    def read_bandwidth(self) -> float:
+        """bytes/s to plan with: the measured read bandwidth, or the vendor's peak."""
+        return self.measured_read or self.bandwidth
+
+    @property
+    def read_bandwidth_source(self) -> str:
+        return "measured" if self.measured_read else "data sheet"
+
+    @property
+    def workers(self) -> int:
+        """CTAs that run at once, by default."""
+        return GPU_WORKERS_PER_SM * self.sms
+
+    @property
+    def tile(self) -> int:
+        return GPU_TILE
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor that this process runs on.
+
+    cores: cores that the process may use (its affinity mask).
+    model: name that the processor reports.
+    isa:   widest of the instruction sets that the CPU kernels are compiled for: "portable", "avx2", "avx512" or
+           "avx512bf16".
+    """
+
+    name: str
+    cores: int
+    model: str
+    isa: str
+
+    @property
+    def workers(self) -> int:
+        return self.cores
+
+    @property
+    def tile(self) -> int:
+        return CPU_TILE
+
+
+Device = Gpu | Cpu
+
+_HOPPER = "Data sheet; NVIDIA Hopper tuning guide (228 KB of shared memory an SM, 50 MB of L2)"
+
+GPUS = (
+    Gpu("A100", sms=108, bandwidth=2.039e12, memory=80 * _GIB, l2=40 * _MIB, shared_memory=164 * _KIB,
+        bf16_flops=312e12, fp8_flops=None,
+        source="NVIDIA A100 80GB SXM data sheet; NVIDIA Ampere tuning guide (164 KB of shared memory an SM)"),
+    Gpu("H100", sms=132, bandwidth=3.35e12, memory=80 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
+        bf16_flops=989.5e12, fp8_flops=1979e12,
+        source=f"NVIDIA H100 SXM. {_HOPPER}",
+        note="The data sheet prints 1,979 and 3,958 TFLOP/s with sparsity; these are their halves."),
+    Gpu("H200", sms=132, bandwidth=4.8e12, memory=141 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
+        bf16_flops=989.5e12, fp8_flops=1979e12, measured_read=4.575e12,
+        source=f"NVIDIA H200 SXM. {_HOPPER}",
+        note="The read bandwidth was measured by this project."),
+    Gpu("B200", sms=148, bandwidth=8.0e12, memory=180 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
+        bf16_flops=2250e12, fp8_flops=4500e12,
+        source="NVIDIA DGX B200 data sheet, an eighth of it (180 GB, 64 TB/s; 72 PFLOP/s fp8 are with sparsity); "
+               "NVIDIA Blackwell tuning guide",
+        note="SMs and L2 as the driver reports them (148; 126.5 MiB). The HGX data sheet and the memory clock say "
+             "7.7 TB/s."),
+    Gpu("GB200", sms=152, bandwidth=8.0e12, memory=186 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
+        bf16_flops=2500e12, fp8_flops=5000e12,
+        source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; NVIDIA Blackwell tuning guide",
+        note="SMs as the driver reports them."),
+    Gpu("GB300", sms=152, bandwidth=8.0e12, memory=279 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
+        bf16_flops=2500e12, fp8_flops=5000e12,
+        source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s); NVIDIA Blackwell tuning guide",
+        note="SMs as the driver reports them; the full chip has 160."),
+    Gpu("MI250X", sms=110, bandwidth=1.6384e12, memory=64 * _GIB, l2=8 * _MIB, shared_memory=64 * _KIB,
+        bf16_flops=191.5e12, fp8_flops=None,
+        source="AMD Instinct MI250X data sheet, halved; ROCm GPU specifications (L2, LDS)",
+        note="One of the card's two dies, which HIP lists as a device of its own."),
+    Gpu("MI300X", sms=304, bandwidth=5.325e12, memory=192 * _GIB, l2=32 * _MIB, shared_memory=64 * _KIB,
+        bf16_flops=1307.4e12, fp8_flops=2614.9e12,
+        source="AMD Instinct MI300X data sheet; ROCm GPU specifications (L2 of 4 MiB on each of 8 dies, LDS)",
+        note="A 256 MiB Infinity Cache sits behind the L2."),
+    Gpu("L40S", sms=142, bandwidth=864e9, memory=48 * _GIB, l2=96 * _MIB, shared_memory=100 * _KIB,
+        bf16_flops=362.05e12, fp8_flops=733e12,
+        source="NVIDIA L40S data sheet; NVIDIA Ada tuning guide (100 KB of shared memory an SM)"),
+    Gpu("RTX 4090", sms=128, bandwidth=1008e9, memory=24 * _GIB, l2=72 * _MIB, shared_memory=100 * _KIB,
+        bf16_flops=165.2e12, fp8_flops=330.3e12,
+        source="NVIDIA Ada GPU architecture white paper, appendix A; NVIDIA Ada tuning guide"),
+)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_GPU_BY_KEY = {_key(gpu.name): gpu for gpu in GPUS}
+
+
+def device_names() -> list[str]:
+    """Names that `lookup` takes."""
+    return ["cpu", *(gpu.name for gpu in GPUS)]
+
+
+def lookup(name: str) -> Device:
+    """The device of a name; case, spaces and dashes don't count ("rtx-4090"), "cpu" is the processor here.
+
+    Raises InvalidArgument for a name that is not in the table.
+    """
+    if not isinstance(name, str):
+        raise invalid_type("device", "must be a name", repr(name), f"Use one of {', '.join(device_names())}.")
+    if _key(name) == "cpu":
+        return this_cpu()
+    gpu = _GPU_BY_KEY.get(_key(name))
+    if gpu is None:
+        raise invalid("device", f"must be one of {', '.join(device_names())}", repr(name),
+                      "Use a name of this list; for another GPU take the nearest one and pass workers.")
+    return gpu
+
+
+def this_cpu() -> Cpu:
+    """What this process runs on. Cores are counted anew at each call, since an affinity mask may change."""
+    model, isa = _cpu_identity()
+    return Cpu("cpu", _available_cores(), model, isa)
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows have no affinity mask to ask for
+
+
+@cache
+def _cpu_identity() -> tuple[str, str]:
+    fields = _cpuinfo()
+    model = fields.get("model name") or platform.processor() or platform.machine() or "unknown processor"
+    return model, _isa(set(fields.get("flags", "").split()))
+
+
+def _cpuinfo(path: str = "/proc/cpuinfo") -> dict[str, str]:
+    """Fields of the first processor, or nothing where there is no such file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _isa(flags: set[str]) -> str:
+    """The widest kernel that a processor with these flags runs; the compiled core makes the same choice."""
+    if not {"avx2", "fma", "f16c"} <= flags:
+        return "portable"
+    if not {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+        return "avx2"
+    return "avx512bf16" if "avx512_bf16" in flags else "avx512"
