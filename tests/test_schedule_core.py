@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wavefill import schedule as sch
+from wavefill import select
 from wavefill.spec import Fixed, Invariant, StreamK
 
 core = pytest.importorskip("wavefill.backends.cpu._core")
@@ -19,10 +21,8 @@ SCHEDULES = [
 
 
 def from_core(plan, starts, stops, KH, workers, tile):
-    starts, stops = np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
-    columns = core.schedule(starts.ctypes.data, stops.ctypes.data, len(starts), KH, tile, plan.kind, plan.param,
-                            workers)
-    return [np.asarray(column).tolist() for column in columns]
+    columns = core.schedule(starts, stops, KH, tile, plan.kind, plan.param, workers)
+    return [list(column) for column in columns]
 
 
 def agree(schedule, starts, stops, KH, workers, tile):
@@ -54,3 +54,18 @@ def test_core_makes_the_same_segments_of_long_contexts(schedule, length):
 @pytest.mark.parametrize("KH", [1, 8, 1024, 1500])
 def test_core_bounds_the_pieces_of_invariant(KH):
     agree(Invariant(chunk=64), [0, 0], [500_000, 64], KH, 3, 64)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=5), st.sampled_from([1, 3, 8, 64, 100]),
+       st.none() | st.integers(1, 200))
+def test_core_makes_the_same_rows(batch, group, window):
+    lens, queries = [n for n, _ in batch], [n for _, n in batch]
+    offsets = list(itertools.accumulate(queries, initial=0))
+    rows = sch.row_ranges(lens, queries, window=window, q_block=max(select.QUERY_ROWS // group, 1))
+    mine = [(r, offsets[r] + a, offsets[r] + b, start, stop) for r, a, b, start, stop in zip(
+        *(column.tolist() for column in (rows.request, rows.q_begin, rows.q_end, rows.start, rows.stop)), strict=True)]
+    theirs = [tuple(row) for row in core.rows(lens, offsets, group, True, window or 0)]
+    assert [row[:3] for row in theirs] == [row[:3] for row in mine]
+    # An empty range may be written in more than one way.
+    assert [row[3:] for row in theirs if row[4] > row[3]] == [row[3:] for row in mine if row[4] > row[3]]
+    assert [row[4] > row[3] for row in theirs] == [row[4] > row[3] for row in mine]

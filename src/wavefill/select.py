@@ -6,7 +6,7 @@ here needs torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from wavefill.schedule import Ints
 
-#: Query tokens of one request that share a row, and so one read of their keys.
-QUERY_BLOCK = 16
+#: Query tokens of one request share a row, and so one read of their keys, as long as they times the heads of their
+#: group stay within this; kernels use the same number.
+QUERY_ROWS = 64
 #: What a merge kernel adds on a GPU, launched as a dependent of the attention kernel. An estimate for choosing only;
 #: on a CPU the thread that finishes last merges at once.
 MERGE_LAUNCH_US = 2.0
@@ -205,9 +206,10 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     Raises InvalidArgument or InvalidType for a value that no call could have.
     """
     target = hardware.lookup(device)
-    rows = row_ranges(seq_lens, q_lens, window=window, q_block=QUERY_BLOCK)
-    q_len = int(rows.q_end.max()) if len(rows) else 1
-    spec = AttentionSpec(HQ, KH, D, D if DV is None else DV, dtype, page_size, window, q_len)
+    spec = AttentionSpec(HQ, KH, D, D if DV is None else DV, dtype, page_size, window)
+    rows = row_ranges(seq_lens, q_lens, window=window, q_block=max(QUERY_ROWS // spec.G, 1))
+    if len(rows):
+        spec = replace(spec, q_len=int(rows.q_end.max()))
     asked = parse_schedule(schedule)
     tile = _tile(asked, tile, target)
     workers = target.workers if workers is None else workers
