@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ MIXED = {
     "latent": {"seq_lens": [5, 12], "q_lens": [1, 3], "D": 24, "DV": 16, "KH": 1, "latent": True, "page_size": 4},
     "wide-values": {"seq_lens": [5, 12], "D": 8, "DV": 20, "HQ": 9, "KH": 3, "scale": 2.5},
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with helpers.torch_threads(1):
+        yield
 
 
 def scalar_loop(case: Case) -> tuple[Tensor, Tensor]:
