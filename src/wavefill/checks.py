@@ -1,0 +1,313 @@
+"""The rules for tensors, held where every call passes: in the operators, real and fake alike.
+
+Each function raises on the first rule that is broken. They cost a few microseconds and look at shapes, dtypes and
+devices alone, so they also run on fake tensors while torch.compile traces. Values (lengths, page ids) are checked by
+the backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavefill.spec import DTYPE_BYTES, BackendUnavailable, InvalidArgument, complaint, invalid, invalid_type
+
+#: torch's dtypes under the names of `spec.DTYPE_BYTES`.
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
+DEVICES = ("cpu",)
+
+_INT32 = torch.int32
+_INT64 = torch.int64
+_FLOAT32 = torch.float32
+_CPU = torch.device("cpu")
+#: Devices on which an operator runs; "meta" computes shapes alone.
+_RUNS_ON = (*DEVICES, "meta")
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    seq_lens: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    head_dim_v: int | None,
+    max_seq_len: int | None,
+    max_q_len: int | None,
+) -> int:
+    """Checks one attention call and returns DV. Arguments are those of the operator."""
+    q_shape, k_shape = q.shape, k_cache.shape
+    if len(q_shape) != 3:
+        raise _shape("q", "[tokens, HQ, D]", q_shape, "A batch of one token a request is q.view(B, HQ, D).")
+    if len(k_shape) != 4:
+        raise _shape("k_cache", "[pages, page_size, KH, D], or [B, S, KH, D] without block_table", k_shape,
+                     "Permute or view it; any strides are read as they are.")
+    T, HQ, D = q_shape
+    pages, _, KH, k_dim = k_shape
+    if D < 1 or HQ < 1:
+        raise _shape("q", "[tokens, HQ, D] with at least one head and one column", q_shape, "Check its last sizes.")
+    if k_dim != D:
+        raise invalid("k_cache", f"must have the head size of q ({D})", _size(k_shape), _LAST_DIM)
+    if KH < 1 or HQ % KH:
+        raise invalid("k_cache", f"KH must divide the query heads ({HQ})", f"KH {KH} in {_size(k_shape)}",
+                      "The layout is [.., tokens, KH, D]: permute an HND cache with .transpose(1, 2).")
+    DV = _value_dim(k_shape, v_cache, scale, head_dim_v)
+
+    dtype = q.dtype
+    if dtype not in DTYPE_NAMES:
+        raise invalid_type("q", f"dtype must be one of {', '.join(DTYPE_BYTES)}", dtype, "Convert with .to(dtype).")
+    if k_cache.dtype != dtype:
+        raise _dtype("k_cache", f"that of q ({dtype})", k_cache, "Convert q to the cache's dtype.")
+    if v_cache is not None and v_cache.dtype != dtype:
+        raise _dtype("v_cache", f"that of q ({dtype})", v_cache, "Keep K and V in one dtype.")
+
+    device = q.device
+    if device != _CPU and device.type not in _RUNS_ON:
+        raise unavailable(device)
+    if k_cache.device != device:
+        raise _device("k_cache", k_cache, device)
+    if v_cache is not None and v_cache.device != device:
+        raise _device("v_cache", v_cache, device)
+
+    B = _lengths(seq_lens, device)
+    if cu_seqlens_q is None:
+        if T != B:
+            raise invalid("seq_lens", f"must have one entry for each of q's {T} tokens", _size(seq_lens.shape),
+                          "For several query tokens a request use wavefill.attention with cu_seqlens_q.")
+    else:
+        _index("cu_seqlens_q", cu_seqlens_q, 1, device)
+        if cu_seqlens_q.shape[0] != B + 1:
+            raise _shape("cu_seqlens_q", f"[B + 1] = [{B + 1}]", cu_seqlens_q.shape,
+                         "It starts with 0 and ends with the number of query tokens.")
+    if block_table is None:
+        if pages != B:
+            raise invalid("k_cache", f"without block_table must be [B, S, KH, D] with B = {B}", _size(k_shape),
+                          "Slice the batch, or pass block_table for a paged cache.")
+    else:
+        _index("block_table", block_table, 2, device)
+        if block_table.shape[0] != B:
+            raise invalid("block_table", f"must have one row for each of the {B} requests", _size(block_table.shape),
+                          "Give [B, max_pages]; all query tokens of a request share its row.")
+    if scale is not None and not math.isfinite(scale):
+        raise invalid("scale", "must be finite", scale, "The usual scale is head_size ** -0.5.")
+    if window is not None and window < 1:
+        raise invalid("window", "must be at least 1, or None for every key", window,
+                      "A window counts the keys that a query sees, its own included.")
+    if max_seq_len is not None and max_seq_len < 0:
+        raise invalid("max_seq_len", "must be 0 or more", max_seq_len, _HINT)
+    if max_q_len is not None and max_q_len < 0:
+        raise invalid("max_q_len", "must be 0 or more", max_q_len, _HINT)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k_cache.requires_grad or (v_cache is not None and v_cache.requires_grad)
+    ):
+        raise no_gradient()
+    return DV
+
+
+def _value_dim(k_shape: Sequence[int], v_cache: Tensor | None, scale: float | None, head_dim_v: int | None) -> int:
+    """DV, from V's last size, or from `head_dim_v` where V is the first columns of K."""
+    if v_cache is not None:
+        v_shape = v_cache.shape
+        if len(v_shape) != 4 or v_shape[:3] != k_shape[:3] or v_shape[3] < 1:
+            raise invalid("v_cache", f"must match k_cache {_size(k_shape)} in all but the head size", _size(v_shape),
+                          "Give K and V the same pages, tokens and heads.")
+        if head_dim_v is not None and head_dim_v != v_shape[3]:
+            raise invalid("head_dim_v", f"must be v_cache's head size ({v_shape[3]})", head_dim_v,
+                          "Leave it out; it is for latent caches, whose V is part of K.")
+        return v_shape[3]
+    if head_dim_v is None or scale is None:
+        missing = "head_dim_v" if head_dim_v is None else "scale"
+        raise invalid(missing, "must be given when v_cache is None (a latent cache)", None,
+                      "Pass v_cache, or head_dim_v and scale as for MLA: the latent's width says nothing about them.")
+    if not 1 <= head_dim_v <= k_shape[3]:
+        raise invalid("head_dim_v", f"must be from 1 to k_cache's head size ({k_shape[3]})", head_dim_v,
+                      "V is the first head_dim_v columns of K.")
+    return head_dim_v
+
+
+def result(out: Tensor, q: Tensor, DV: int) -> None:
+    """Checks the shape, dtype and device of `out=` of an attention call."""
+    if out.shape != (q.shape[0], q.shape[1], DV):
+        raise _shape("out", f"{_size((q.shape[0], q.shape[1], DV))}", out.shape, "Make it with q.new_empty(...).")
+    if out.dtype != q.dtype:
+        raise _dtype("out", f"that of q ({q.dtype})", out, "Make it with q.new_empty(...).")
+    if out.device != q.device:
+        raise _device("out", out, q.device)
+    if out.requires_grad and torch.is_grad_enabled():
+        raise no_gradient("out")
+
+
+def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Checks one append. Arguments are those of the operator."""
+    k_shape, v_shape = k_cache.shape, v_cache.shape
+    if len(k_shape) != 4:
+        raise _shape("k_cache", "[pages, page_size, KH, D]", k_shape, "Permute or view it.")
+    if len(v_shape) != 4 or v_shape[:3] != k_shape[:3]:
+        raise invalid("v_cache", f"must match k_cache {_size(k_shape)} in all but the head size", _size(v_shape),
+                      "Give K and V the same pages, tokens and heads.")
+    device, dtype = k_cache.device, k_cache.dtype
+    if device != _CPU and device.type not in _RUNS_ON:
+        raise unavailable(device)
+    if slots.dtype != _INT64 or slots.dim() != 1:
+        raise invalid_type("slots", "must be int64 [tokens]", f"{slots.dtype} {_size(slots.shape)}",
+                           "A slot is page * page_size + offset.")
+    N = slots.shape[0]
+    if k.shape != (N, *k_shape[2:]):
+        raise _shape("k", f"[tokens, KH, D] = {_size((N, *k_shape[2:]))}", k.shape, "Pack the new tokens of a step.")
+    if v.shape != (N, *v_shape[2:]):
+        raise _shape("v", f"[tokens, KH, DV] = {_size((N, *v_shape[2:]))}", v.shape, "Pack the new tokens of a step.")
+    if dtype not in DTYPE_NAMES:
+        raise invalid_type("k_cache", f"dtype must be one of {', '.join(DTYPE_BYTES)}", dtype, "Convert the cache.")
+    for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v)):
+        if tensor.dtype != dtype:
+            raise _dtype(name, f"that of k_cache ({dtype})", tensor, f"Convert it with .to({dtype}).")
+        if tensor.device != device:
+            raise _device(name, tensor, device)
+    if slots.device != device:
+        raise _device("slots", slots, device)
+    if torch.is_grad_enabled() and (k_cache.requires_grad or v_cache.requires_grad):
+        raise no_gradient("k_cache")
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> None:
+    """Checks one merge. Arguments are those of the operator."""
+    if outs.dim() < 2 or lses.dim() != outs.dim() - 1 or outs.shape[:-1] != lses.shape:
+        raise invalid("lses", "must have the shape of outs [N, ..., D] without its last size",
+                      f"outs {_size(outs.shape)}, lses {_size(lses.shape)}", "Stack N states along a first dimension.")
+    if outs.dtype not in DTYPE_NAMES:
+        raise invalid_type("outs", f"dtype must be one of {', '.join(DTYPE_BYTES)}", outs.dtype,
+                           "Convert with .to(dtype).")
+    if lses.dtype != _FLOAT32:
+        raise _dtype("lses", "float32, natural logarithms", lses, "Convert with .to(torch.float32).")
+    device = outs.device
+    if device != _CPU and device.type not in _RUNS_ON:
+        raise unavailable(device)
+    if lses.device != device:
+        raise _device("lses", lses, device)
+    if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
+        raise no_gradient("outs")
+
+
+def _lengths(seq_lens: Tensor, device: torch.device) -> int:
+    _index("seq_lens", seq_lens, 1, device)
+    return seq_lens.shape[0]
+
+
+def _index(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
+    if tensor.dtype != _INT32:
+        raise _dtype(name, "int32", tensor, "Convert with .to(torch.int32).")
+    if tensor.dim() != dims:
+        raise _shape(name, "[B, max_pages]" if dims == 2 else "one-dimensional", tensor.shape, "Reshape it.")
+    if tensor.device != device:
+        raise _device(name, tensor, device)
+
+
+# ---- memory
+
+#: Address, sizes, strides (in elements) and element size: all that decides whether two tensors share memory.
+_Geometry = tuple[int, Sequence[int], Sequence[int], int]
+
+
+def no_overlap(name: str, written: Tensor, others: Sequence[tuple[str, Tensor | None]]) -> None:
+    """Raises where `written` shares memory with itself or with one of `others`. Needs real memory, not fakes."""
+    if not written.is_contiguous() and _overlaps_itself(written.shape, written.stride()):
+        raise invalid(name, "must not overlap itself: it is written", f"strides {_size(written.stride())}",
+                      "Pass a tensor with memory of its own, not an expanded one.")
+    begin, end = _range(written)
+    for other_name, other in others:
+        if other is None:
+            continue
+        other_begin, other_end = _range(other)
+        if begin < other_end and other_begin < end and _share(_geometry(written), _geometry(other)):
+            raise invalid(name, f"is written and must share no memory with {other_name}", "overlapping memory",
+                          "Pass a tensor of its own, for example a clone.")
+
+
+def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share memory: true for expanded tensors, and for strides too irregular to tell."""
+    reach = 0
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the one past the last, as addresses."""
+    begin, elements = tensor.data_ptr(), tensor.numel()
+    if elements and not tensor.is_contiguous():
+        elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + elements * tensor.element_size()
+
+
+def _geometry(tensor: Tensor) -> _Geometry:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size()
+
+
+@lru_cache(maxsize=256)
+def _share(a: _Geometry, b: _Geometry) -> bool:
+    """Whether two strided tensors whose ranges meet have an element in common (interleaved views do not)."""
+    try:
+        return bool(np.shares_memory(_as_bytes(a), _as_bytes(b), max_work=100_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _as_bytes(geometry: _Geometry) -> np.ndarray[Any, Any]:
+    """A NumPy view of the same addresses, never read; NumPy has no bfloat16, so elements are plain bytes."""
+    pointer, sizes, strides, item = geometry
+
+    class _View:
+        __array_interface__ = {  # noqa: RUF012
+            "version": 3, "typestr": f"|V{item}", "data": (pointer, False),
+            "shape": tuple(sizes), "strides": tuple(s * item for s in strides),
+        }
+
+    return np.asarray(_View())
+
+
+# ---- errors
+
+_LAST_DIM = "q, k_cache and their last dimension are one head; V alone may differ in size."
+_HINT = "It is an upper bound known to the host; leave it out if there is none."
+
+
+def unavailable(device: torch.device) -> BackendUnavailable:
+    """No backend of this version runs on the device."""
+    return BackendUnavailable(complaint(
+        "device", f"this version of wavefill has a backend for {', '.join(DEVICES)} alone", device,
+        'Move the tensors with .to("cpu"), or use torch\'s scaled_dot_product_attention there.',
+    ))
+
+
+def no_gradient(name: str = "q") -> InvalidArgument:
+    """The call is part of a computation that asks for gradients."""
+    return invalid(name, "wavefill is for inference and has no backward pass", "a tensor that requires grad",
+                   "Run under torch.no_grad() or torch.inference_mode(), or train with torch's own attention.")
+
+
+def _size(shape: Sequence[int]) -> str:
+    return str(list(shape))
+
+
+def _shape(name: str, rule: str, shape: Sequence[int], next_step: str) -> InvalidArgument:
+    return invalid(name, f"must be {rule}", _size(shape), next_step)
+
+
+def _dtype(name: str, rule: str, tensor: Tensor, next_step: str) -> TypeError:
+    return invalid_type(name, f"dtype must be {rule}", tensor.dtype, next_step)
+
+
+def _device(name: str, tensor: Tensor, device: torch.device) -> InvalidArgument:
+    return invalid(name, f"must be on the device of the other tensors ({device})", tensor.device,
+                   f'Move it with .to("{device}").')

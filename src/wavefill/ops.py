@@ -1,0 +1,299 @@
+"""The operators, registered with torch.library: their schemas, what runs on the CPU, and what fake tensors get.
+
+The public functions, a captured graph and a direct call of `torch.ops.wavefill` all come through here, so the rules
+for tensors are checked here, once a call. Operators are declared with `Library.define` and `impl`: a call costs a
+third of one made with `torch.library.custom_op`.
+
+wavefill::attention(q, k_cache, v_cache, seq_lens, ...) -> (out, lse)
+wavefill::attention_out(..., out) -> lse          writes out
+wavefill::append(k_cache, v_cache, k, v, slots)   writes the caches
+wavefill::merge_states(outs, lses) -> (out, lse)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from wavefill import checks, select
+from wavefill.backends import cpu
+from wavefill.hardware import CPU_TILE
+from wavefill.spec import (
+    AttentionSpec,
+    BackendUnavailable,
+    Fixed,
+    Invariant,
+    Schedule,
+    StreamK,
+    complaint,
+    invalid,
+    parse_schedule,
+)
+
+_lib: Any = torch.library.Library("wavefill", "DEF")  # type: ignore[no-untyped-call]
+
+_CALL = (
+    "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
+    "float? scale=None, bool causal=True, SymInt? window=None, SymInt? head_dim_v=None, str schedule='auto', "
+    "SymInt? max_seq_len=None, SymInt? max_q_len=None"
+)
+
+
+# ---- schedules as text: what an operator can carry
+
+
+def encode_schedule(schedule: object) -> str:
+    """A schedule as an operator takes it: "stream_k", "fixed:splits=4". Names pass; `decode_schedule` checks them."""
+    if isinstance(schedule, str):
+        return schedule
+    parsed = parse_schedule(schedule)
+    if isinstance(parsed, StreamK):
+        return "stream_k" if parsed.tile is None else f"stream_k:tile={parsed.tile}"
+    if isinstance(parsed, Invariant):
+        return "invariant" if parsed.chunk is None else f"invariant:chunk={parsed.chunk}"
+    if isinstance(parsed, Fixed):
+        if parsed.splits is not None:
+            return f"fixed:splits={parsed.splits}"
+        if parsed.chunk is not None:
+            return f"fixed:chunk={parsed.chunk}"
+        return "fixed" if parsed.rule is None else f"fixed:rule={parsed.rule}"
+    return parsed
+
+
+@lru_cache(maxsize=256)
+def decode_schedule(text: str) -> Schedule | Literal["auto"]:
+    """The schedule that `encode_schedule` wrote; raises `InvalidArgument` for any other text."""
+    name, colon, option = text.partition(":")
+    if not colon:
+        return parse_schedule(name)
+    option, _, value = option.partition("=")
+    number = int(value) if value.isdecimal() else None
+    match name, option:
+        case "stream_k", "tile" if number is not None:
+            return StreamK(tile=number)
+        case "invariant", "chunk" if number is not None:
+            return Invariant(chunk=number)
+        case "fixed", "splits" if number is not None:
+            return Fixed(splits=number)
+        case "fixed", "chunk" if number is not None:
+            return Fixed(chunk=number)
+        case "fixed", "rule" if value == "flashdecoding":
+            return Fixed(rule="flashdecoding")
+    raise invalid("schedule", 'as text must be a name, or a name with one option such as "fixed:splits=4"', repr(text),
+                  "wavefill.ops.encode_schedule(Fixed(splits=4)) writes it.")
+
+
+# ---- attention
+
+
+def _attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    seq_lens: Tensor,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    head_dim_v: int | None = None,
+    schedule: str = "auto",
+    max_seq_len: int | None = None,
+    max_q_len: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
+                          max_seq_len, max_q_len)
+    T, HQ, _ = q.shape
+    out, lse = q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)
+    _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale, causal, window, DV, schedule,
+            max_seq_len, max_q_len)
+    return out, lse
+
+
+def _attention_out(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    seq_lens: Tensor,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    head_dim_v: int | None = None,
+    schedule: str = "auto",
+    max_seq_len: int | None = None,
+    max_q_len: int | None = None,
+    *,
+    out: Tensor,
+) -> Tensor:
+    DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
+                          max_seq_len, max_q_len)
+    checks.result(out, q, DV)
+    checks.no_overlap("out", out, (
+        ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens), ("block_table", block_table),
+        ("cu_seqlens_q", cu_seqlens_q),
+    ))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    # The kernel writes rows of unit stride; a result that is laid out otherwise takes a detour.
+    rows = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV, schedule,
+            max_seq_len, max_q_len)
+    if rows is not out:
+        out.copy_(rows)
+    return lse
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    seq_lens: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    DV: int,
+    schedule: str,
+    max_seq_len: int | None,
+    max_q_len: int | None,
+) -> None:
+    """Fills `out` and `lse` on the CPU. Tensors have passed `checks.attention`."""
+    D = q.shape[2]
+    auto = _cpu_schedule(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
+    chosen = decode_schedule(schedule)
+    if max_seq_len is not None or max_q_len is not None:
+        _hold_hints(seq_lens, cu_seqlens_q, max_seq_len, max_q_len)
+    if v_cache is None:
+        v_cache = k_cache.narrow(3, 0, DV)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    if not seq_lens.is_contiguous():
+        seq_lens = seq_lens.contiguous()
+    if cu_seqlens_q is not None and not cu_seqlens_q.is_contiguous():
+        cu_seqlens_q = cu_seqlens_q.contiguous()
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    cpu.attention(
+        q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse,
+        scale=D**-0.5 if scale is None else scale, causal=causal, window=window,
+        schedule=auto if chosen == "auto" else chosen,
+    )
+
+
+@lru_cache(maxsize=256)
+def _cpu_schedule(HQ: int, KH: int, D: int, DV: int, dtype: str) -> Schedule:
+    """What "auto" means on the CPU, where no schedule depends on lengths; raises for a shape without a kernel."""
+    spec = AttentionSpec(HQ, KH, D, DV, dtype)
+    reason = cpu.capability(spec)
+    if reason is not None:
+        raise BackendUnavailable(complaint("impl", "the CPU backend cannot serve this call", reason,
+                                           "Use torch's scaled_dot_product_attention for it."))
+    return select.choose(spec, (), (), torch.get_num_threads(), CPU_TILE).schedule
+
+
+def _hold_hints(
+    seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_seq_len: int | None, max_q_len: int | None
+) -> None:
+    """Where lengths can be read, an upper bound that is none is a mistake of the caller."""
+    if max_seq_len is not None and seq_lens.numel() and (longest := int(seq_lens.max())) > max_seq_len:
+        raise invalid("max_seq_len", f"must be an upper bound of seq_lens (up to {longest})", max_seq_len,
+                      "Raise it, or leave it out.")
+    if max_q_len is not None and cu_seqlens_q is not None and cu_seqlens_q.numel() > 1:
+        longest = int(cu_seqlens_q.diff().max())
+        if longest > max_q_len:
+            raise invalid("max_q_len", f"must be an upper bound of the query lengths (up to {longest})", max_q_len,
+                          "Raise it, or leave it out.")
+
+
+def _attention_fake(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    seq_lens: Tensor,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    head_dim_v: int | None = None,
+    schedule: str = "auto",
+    max_seq_len: int | None = None,
+    max_q_len: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
+                          max_seq_len, max_q_len)
+    decode_schedule(schedule)
+    T, HQ, _ = q.shape
+    return q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)
+
+
+def _attention_out_fake(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    fresh, lse = _attention_fake(*args, **kwargs)
+    checks.result(out, args[0] if args else kwargs["q"], fresh.shape[2])
+    return lse
+
+
+# ---- append and merge
+
+
+def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    checks.append(k_cache, v_cache, k, v, slots)
+    read = (("k", k), ("v", v), ("slots", slots))
+    checks.no_overlap("k_cache", k_cache, (("v_cache", v_cache), *read))
+    checks.no_overlap("v_cache", v_cache, read)
+    cpu.append(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
+
+
+def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    checks.append(k_cache, v_cache, k, v, slots)
+
+
+def _merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    checks.merge_states(outs, lses)
+    if bool(((lses != lses) | (lses == torch.inf)).any()):
+        raise invalid("lses", "must hold finite values or -inf", "NaN or +inf", "Mark an empty state with -inf.")
+    out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    cpu.merge(outs.contiguous(), lses.contiguous(), out, lse)
+    return out, lse
+
+
+def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    checks.merge_states(outs, lses)
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+# ---- registration
+
+
+def _elsewhere(*args: Any, **kwargs: Any) -> Any:
+    """Runs where no backend does: says so in place of the dispatcher's list of keys."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    raise checks.unavailable(next(t.device for t in tensors if t.device.type not in checks.DEVICES))
+
+
+def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema.partition("(")[0]
+    _lib.define(schema)
+    _lib.impl(name, run, "CPU")
+    _lib.impl(name, _elsewhere, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wavefill::{name}", fake, lib=_lib)
+    return getattr(torch.ops.wavefill, name).default
+
+
+attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attention, _attention_fake)
+attention_out = _register(
+    f"attention_out({_CALL}, *, Tensor(a!) out) -> Tensor lse", _attention_out, _attention_out_fake
+)
+append = _register(
+    "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()", _append, _append_fake
+)
+merge_states = _register("merge_states(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)",
+                         _merge_states, _merge_states_fake)
