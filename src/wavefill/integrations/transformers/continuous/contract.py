@@ -1,0 +1,139 @@
+"""What a continuous-batching contract of transformers is, and the two shapes that every paged call is brought to.
+
+transformers hands a paged batch to an attention function in ways that changed four times between 5.17 and 5.24, and
+code for one gives wrong tokens on the next without an error. Each contract has a file of its own here (`v5_17.py` and
+on): it says which releases it is for, what transformers and a call must look like, and turns a call into a `Decode` or
+a `Ragged`. Nothing else in wavefill knows the contracts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavefill.spec import InvalidArgument, invalid
+
+PARAM = "transformers continuous batching"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the installed transformers and one model look like, as far as the contracts differ.
+
+    update: parameters of `PagedAttentionCache.update`.
+    call:   keyword arguments that a paged forward pass carries.
+    cache:  attributes that the class `PagedAttentionCache` defines.
+    layer:  parameters of the forward of every attention layer of the model.
+    """
+
+    update: frozenset[str]
+    call: frozenset[str]
+    cache: frozenset[str]
+    layer: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One query token per request; its key and value are still to be written.
+
+    k_pages, v_pages: [pages, page_size, KH, D] and [.., DV], any strides.
+    table:            [B, width] int32, page of each block; -1 where there is none.
+    lengths:          [B] int32, keys including the new one; 0 or less in a padded row.
+    k, v:             [B, KH, D] and [.., DV], the new token of each request.
+    """
+
+    k_pages: Tensor
+    v_pages: Tensor
+    table: Tensor
+    lengths: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Any number of query tokens per request; every key is already written.
+
+    k, v:   [slots, KH, D] and [.., DV], any strides.
+    slots:  [N] int64, the slot of each key in request order; None when the keys lie packed in that order.
+    cu_q:   [B + 1] int32, first query token of each request.
+    cu_k:   [B + 1] int32, first key of each request. Keys of a request end at its last query token (bottom-right).
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor | None
+    cu_q: Tensor
+    cu_k: Tensor
+
+
+Batch = Decode | Ragged
+
+
+class Contract(ABC):
+    """One way in which transformers passes paged batches.
+
+    first, last: the oldest and newest minor release that were tested with it.
+    prefix:      what `generate_batch` wants before the name of an attention implementation.
+    needs:       keyword arguments that a call must have.
+    refuses:     keyword arguments that a call must not have: they are those of a neighbouring contract.
+    """
+
+    first: tuple[int, int]
+    last: tuple[int, int]
+    prefix: str = ""
+    needs: frozenset[str]
+    refuses: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """The releases, for messages."""
+        first, last = (".".join(map(str, x)) for x in (self.first, self.last))
+        return first if first == last else f"{first} to {last}"
+
+    def covers(self, release: tuple[int, int]) -> bool:
+        """Whether the minor release was tested with this contract."""
+        return self.first <= release <= self.last
+
+    @abstractmethod
+    def matches(self, shape: Shape) -> bool:
+        """Whether transformers and the model look as this contract needs."""
+
+    @abstractmethod
+    def unpack(self, layer_idx: int, tokens: int, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Batch:
+        """The batch of one call, after the cache was updated on the index path.
+
+        tokens: T, query tokens of the call. k, v: [1, KH, N, D] as they came. `kwargs` may be edited.
+        """
+
+    def check_call(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise unless the call carries what this contract says; another contract's call must never be guessed at."""
+        missing, foreign = sorted(self.needs - kwargs.keys()), sorted(self.refuses & kwargs.keys())
+        if missing or foreign:
+            raise self.mismatch(f"a call without {missing} and with {foreign}" if foreign else
+                                f"a call without {missing}")
+
+    def check_new(self, tokens: int, k: Tensor) -> None:
+        """Raise unless k [1, KH, N, D] holds the new tokens alone: no one has updated the cache yet."""
+        if k.shape[2] != tokens:
+            raise self.mismatch(f"{k.shape[2]} keys for {tokens} query tokens before the cache's update")
+
+    def mismatch(self, got: str) -> InvalidArgument:
+        """The error for a call that is not this contract's."""
+        return invalid(PARAM, f"a paged attention call must be as transformers {self.name} makes it", got,
+                       "Use a tested transformers release, and report this one.")
+
+
+def new_tokens(x: Tensor) -> Tensor:
+    """[1, KH, T, D] as [T, KH, D], a view."""
+    return x[0].transpose(0, 1)
+
+
+def lengths_of(cu: Tensor) -> Tensor:
+    """Lengths of the rows between cumulative starts, int32."""
+    return torch.diff(cu).to(torch.int32)

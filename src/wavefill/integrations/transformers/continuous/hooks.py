@@ -1,0 +1,209 @@
+"""Everything private to transformers that continuous batching through wavefill leans on, in this one file.
+
+What is done to a model, and undone by `uninstall`:
+
+- `model.init_continuous_batching`, the one door to all three ways into continuous batching, is covered on the instance.
+  While a manager lives, the model's attention carries a name that holds "flash", since a manager builds masks for any
+  other name or refuses it; `generate` goes on to work under that name. Nothing of transformers itself is patched, and
+  the name is put into the configuration directly, so that the process-wide table of flash-attention functions, which
+  other models use, is never touched.
+- The decode path with block tables is switched on for the manager: transformers does that for FlashAttention on a GPU
+  only, and the function registered here reads pages on the CPU.
+- Forward hooks mark a paged forward pass, so that no mask is built for it and no attention call of it goes astray.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from math import ceil
+from typing import Any
+from weakref import WeakSet
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from wavefill.integrations.transformers.continuous.call import MARKS, Attention, Mask, Pass, set_current
+from wavefill.integrations.transformers.continuous.contract import PARAM, Contract, Shape
+from wavefill.integrations.transformers.continuous.detect import detect, refusal
+from wavefill.integrations.transformers.names import previous_of
+from wavefill.spec import BackendUnavailable, invalid
+
+_PACKAGE = "transformers.generation.continuous_batching"
+
+#: Begins the name of an implementation while a manager lives: a manager looks for "flash" in it.
+_PREFIX = "flash_"
+
+#: Blocks a request may have in the decode path when neither the caller nor the workload says: enough for the model's
+#: positions, up to what a table row for each token of a batch may cost. transformers' own 32 end at 8,192 tokens.
+_FEWEST_BLOCKS, _MOST_BLOCKS = 32, 1024
+
+_OPEN = "init_continuous_batching"
+_ENTRY = frozenset({"generation_config", "continuous_batching_config", "workload_hints"})
+_managers: WeakSet[Any] = WeakSet()
+_contracts: dict[tuple[str, type], Contract] = {}
+
+
+# -- what is there -------------------------------------------------------------------------------------------------
+
+def contract_of(model: PreTrainedModel) -> Contract:
+    """The contract between the installed transformers and `model`; `BackendUnavailable` when it is no tested one."""
+    key = (transformers.__version__, type(model))
+    if key not in _contracts:
+        _contracts[key] = detect(transformers.__version__, _shape(model))
+    return _contracts[key]
+
+
+def _shape(model: PreTrainedModel) -> Shape:
+    try:
+        cache = importlib.import_module(f"{_PACKAGE}.cache").PagedAttentionCache
+        call = importlib.import_module(f"{_PACKAGE}.input_outputs").PagedAttentionArgs
+        initialization = importlib.import_module(f"{_PACKAGE}.initialization")
+        lacks = _ENTRY - _parameters(getattr(type(model), _OPEN))
+        lacks |= {"workload_hints"} - _parameters(initialization.resolve_using_hints)
+        if lacks:
+            raise AttributeError(f"no parameter {', '.join(sorted(lacks))}")
+        return Shape(update=_parameters(cache.update), call=frozenset(call.__annotations__),
+                     cache=frozenset(vars(cache)), layer=_layer_parameters(model))
+    except (ImportError, AttributeError) as missing:
+        raise refusal("must have what wavefill hooks into", f"{transformers.__version__}: {missing}") from None
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _layer_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """What every attention layer of the model takes: a name that only some take is no part of it."""
+    layers = {type(m) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
+    return frozenset.intersection(*map(_parameters, (layer.forward for layer in layers))) if layers else frozenset()
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+def plain_name(name: str) -> str:
+    """The implementation's name outside of continuous batching, of a name that is used in or outside of it."""
+    return name.removeprefix("paged|").removeprefix(_PREFIX)
+
+
+def _paged_name(contract: Contract, plain: str) -> str:
+    """Register the attention and the mask of `plain` for continuous batching; doing it again changes nothing."""
+    name = f"{contract.prefix}{_PREFIX}{plain}"
+    AttentionInterface.register(name, Attention(AttentionInterface()[plain]))
+    AttentionMaskInterface.register(name, Mask(AttentionMaskInterface()[plain]))
+    return name
+
+
+# -- the paged forward pass ----------------------------------------------------------------------------------------
+
+def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    set_current(None if MARKS.isdisjoint(kwargs) else Pass(contract_of(model)))
+
+
+def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
+    set_current(None)
+
+
+# -- the door ------------------------------------------------------------------------------------------------------
+
+def init_continuous_batching(
+    self: PreTrainedModel,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """A manager whose batches go through wavefill; the model's own method otherwise.
+
+    Raises `BackendUnavailable` when the installed transformers has no tested contract, before anything is changed.
+    """
+    stock = getattr(type(self), _OPEN)
+    name = self.config._attn_implementation
+    plain = plain_name(name)
+    if previous_of(plain) is None:  # set to another attention since `enable`
+        return stock(self, generation_config=generation_config, workload_hints=workload_hints,
+                     continuous_batching_config=continuous_batching_config)
+    contract = contract_of(self)
+    kept = getattr(self, "_cached_continuous_batching_manager", None)
+    if kept is not None and kept not in _managers:
+        raise invalid(PARAM, "a persistent manager must be made after enable(model)", "one made before",
+                      "Call model.destroy_cached_continuous_batching_manager() first.")
+    config = continuous_batching_config or getattr(generation_config or self.generation_config,
+                                                   "continuous_batching_config", None)
+    config = copy.deepcopy(config) if config is not None else transformers.ContinuousBatchingConfig()
+    blocks = _blocks(self, config, workload_hints)
+    config.max_blocks_per_request = 0  # so that transformers doesn't look for FlashAttention's kernel
+    self.config._attn_implementation = _paged_name(contract, plain)
+    try:
+        manager = stock(self, generation_config=generation_config, continuous_batching_config=config,
+                        workload_hints=workload_hints)
+    except BaseException:
+        self.config._attn_implementation = name
+        raise
+    if not hasattr(manager, "_original_attn_impl"):
+        raise refusal("must let its manager restore the model's attention", transformers.__version__)
+    manager._original_attn_impl = plain  # what `manager.stop` goes back to
+    if manager not in _managers:
+        manager.continuous_batching_config.max_blocks_per_request = blocks
+        _managers.add(manager)
+    return manager
+
+
+def _blocks(model: PreTrainedModel, config: Any, hints: Any) -> int:
+    """Blocks of a request in the decode path, 0 for none: a cache with rings (sliding windows) has no block tables."""
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    windowed = "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
+    if windowed:
+        return 0
+    if config.max_blocks_per_request is not None:
+        return int(config.max_blocks_per_request)
+    resolved = copy.deepcopy(config)
+    initialization = importlib.import_module(f"{_PACKAGE}.initialization")
+    initialization.resolve_using_hints(resolved, hints)
+    if resolved.max_blocks_per_request is not None:
+        return int(resolved.max_blocks_per_request)
+    page_size = int(config.page_size if hasattr(config, "page_size") else config.block_size)
+    positions = ceil(getattr(text, "max_position_embeddings", 0) / page_size) + 1
+    return min(max(positions, _FEWEST_BLOCKS), _MOST_BLOCKS)
+
+
+# -- on and off ----------------------------------------------------------------------------------------------------
+
+def install(model: PreTrainedModel) -> None:
+    """Cover the model's door and mark its paged forward passes. Doing it again changes nothing.
+
+    A decoder without a head has no door, and is left alone.
+    """
+    if _OPEN in vars(model) or not hasattr(type(model), _OPEN):
+        return
+    with suppress(BackendUnavailable):  # the door says so, if anyone comes to it
+        contract_of(model)
+    setattr(model, _OPEN, types.MethodType(init_continuous_batching, model))
+    model.register_forward_pre_hook(_begin, with_kwargs=True)
+    model.register_forward_hook(_end, always_call=True)
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Leave the model as `install` found it. Raises `InvalidArgument` while a manager of it generates."""
+    mine = [manager for manager in _managers if manager.model is model]
+    if any(manager.is_running() for manager in mine):
+        raise invalid("model", "must not be generating when wavefill is taken off it",
+                      "a running continuous-batching manager", "Call its stop() first.")
+    # A manager kept for later was sized for pages without masks, which the model's own attention can't work with.
+    if getattr(model, "_cached_continuous_batching_manager", None) in mine:
+        model.destroy_cached_continuous_batching_manager()
+    vars(model).pop(_OPEN, None)
+    # Found by their function, since a copy of an enabled model has the hooks but not their handles.
+    for hooks, function in ((model._forward_pre_hooks, _begin), (model._forward_hooks, _end)):
+        for key in [key for key, hook in hooks.items() if hook is function]:
+            del hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+            model._forward_hooks_always_called.pop(key, None)
+    name = model.config._attn_implementation
+    if name is not None and previous_of(plain_name(name)) is not None:
+        model.config._attn_implementation = plain_name(name)
+
