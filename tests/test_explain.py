@@ -1,0 +1,303 @@
+"""Choosing a schedule, explaining it, and the pictures and command that show it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import wavefill
+from wavefill import hardware, select
+from wavefill.cli._errors import Commands
+from wavefill.cli.explain import explain as command
+from wavefill.schedule import row_ranges
+from wavefill.spec import AttentionSpec, BackendUnavailable, Fixed, InvalidArgument, Invariant, StreamK
+from wavefill.timeline import to_html, to_text, write_png
+from wavefill.timeline.lanes import color, picture
+
+LLAMA = {"HQ": 32, "KH": 8, "D": 128}
+WAVE_PLUS_ONE = [8192] * 17
+RAGGED = [131072, 65536] + [4096] * 14
+
+
+def explain(lens, **kwargs):
+    return wavefill.explain(lens, **LLAMA | kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------- choosing
+
+
+def test_cpu_takes_stream_k_with_equal_threads():
+    choice = explain(RAGGED, workers=2)
+    assert (choice.schedule, choice.kind, choice.device, choice.tile) == (StreamK(), "stream_k", "cpu", 64)
+    assert choice.tiles == 8 * sum(RAGGED) // 64
+    assert choice.makespan == choice.tiles // 2
+    assert choice.fill == 1.0
+    assert choice.floor_us is None
+    assert "wavefill bench" in choice.floor_note
+    assert choice.workers == 2
+    assert explain(RAGGED).workers == hardware.this_cpu().cores
+
+
+def test_gpu_defaults_and_floor():
+    choice = explain([65536], device="h200")
+    assert (choice.workers, choice.tile, choice.device) == (264, 32, "H200")
+    kv = 65536 * 8 * 256 * 2
+    assert choice.traffic.kv == kv
+    assert choice.floor_us == pytest.approx((kv + 2 * 32 * 128 * 2) / 4.575e12 * 1e6)
+    assert "4.58 TB/s (measured)" in choice.floor_note
+    given_bandwidth = explain([65536], device="h200", read_bandwidth=4e12)
+    assert given_bandwidth.floor_us == pytest.approx(choice.floor_us * 4.575 / 4)
+
+
+def test_the_filled_last_wave():
+    """One request more than a wave holds: a fixed split leaves half the GPU idle, stream_k nothing."""
+    choice = explain(WAVE_PLUS_ONE, device="h100", workers=132)
+    lines = choice.timelines()
+    assert next(iter(lines)) == choice.label == "stream_k"
+    whole = lines["fixed (FlashDecoding's rule, 1 split)"]
+    assert lines["stream_k"].makespan == 264
+    assert whole.makespan == 512
+    assert whole.waves == 2
+    assert whole.fill == pytest.approx(0.515, abs=0.001)
+    assert choice.reason.startswith("stream_k ends after 264 tiles with 132 workers 100% filled")
+    assert choice.runner_up.label in choice.reason
+
+
+def test_a_batch_that_fills_the_gpu_evenly_needs_no_merge():
+    """132 equal units on 132 workers: every schedule ends together, so the one without cuts does."""
+    choice = wavefill.explain([4096] * 132, HQ=8, KH=1, D=128, device="h200", workers=132)
+    assert choice.partials == 0
+    assert choice.fill == 1.0
+
+
+def test_an_explicit_schedule_is_described_and_compared():
+    choice = explain(RAGGED, device="h200", schedule=Fixed(splits=4))
+    assert choice.schedule == Fixed(splits=4)
+    assert choice.label == "fixed (4 splits)"
+    assert choice.reason.startswith("as asked: fixed (4 splits)")
+    assert choice.runner_up.kind == "stream_k"
+    assert explain(RAGGED, schedule="invariant").schedule == Invariant()
+    assert explain(RAGGED, schedule=StreamK(tile=128)).tile == 128
+
+
+def test_auto_is_never_invariant_and_choose_agrees_with_explain():
+    spec = AttentionSpec(**LLAMA, DV=128)
+    for lens in ([1], [256] * 4, [8192], WAVE_PLUS_ONE, RAGGED, [1024] * 256, []):
+        for name in ("cpu", "h200", "a100"):
+            device = hardware.lookup(name)
+            choice = explain(lens, device=name)
+            rows = row_ranges(lens)
+            decision = select.choose(spec, rows.start, rows.stop, device.workers, device.tile, device=device)
+            assert decision.schedule == choice.schedule
+            assert not isinstance(choice.schedule, Invariant)
+            assert decision.reason
+
+
+def test_choose_is_cheap_for_the_cpu():
+    spec = AttentionSpec(**LLAMA, DV=128)
+    begun = time.process_time()
+    for _ in range(1000):
+        select.choose(spec, [0], [100], 2, 64)
+    assert time.process_time() - begun < 0.03  # 30 us a call; two in practice
+
+
+@given(st.lists(st.integers(0, 3000), max_size=6), st.data(), st.none() | st.integers(1, 500),
+       st.sampled_from(["auto", "fixed", "stream_k", "invariant"]), st.sampled_from(["cpu", "h200"]),
+       st.integers(1, 40))
+def test_explain_of_any_batch_is_consistent(lens, data, window, schedule, device, workers):
+    q_lens = data.draw(st.none() | st.lists(st.integers(0, 90), min_size=len(lens), max_size=len(lens)))
+    choice = explain(lens, q_lens=q_lens, window=window, schedule=schedule, device=device, workers=workers)
+    assert choice.tiles == choice.option.table.tiles
+    assert choice.makespan * workers * choice.fill == pytest.approx(choice.tiles)
+    assert choice.bytes == choice.traffic.total >= choice.traffic.least
+    assert json.loads(json.dumps(choice.to_dict()))["tiles"] == choice.tiles
+    labels = list(choice.timelines())
+    assert len(labels) == len(set(labels))
+    assert to_text(choice, width=60).plain
+
+
+def test_pictures_of_a_large_batch_stay_small():
+    begun = time.process_time()
+    choice = explain(np.random.default_rng(0).integers(1, 4096, 30_000), device="h200")
+    assert len(to_text(choice).plain) < 20_000
+    assert len(to_html(choice)) < 12_000_000
+    assert time.process_time() - begun < 20
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"device": "h300"}, "device: must be one of cpu, A100"),
+    ({"schedule": "lean"}, "schedule: must be one of"),
+    ({"KH": 5}, "HQ: must be a multiple of KH (5); got 32"),
+    ({"dtype": "int3"}, "dtype: must be one of"),
+    ({"workers": 0}, "workers: must be at least 1; got 0"),
+    ({"tile": 0}, "tile: must be at least 1; got 0"),
+    ({"tile": 64, "schedule": StreamK(tile=32)}, "tile: must equal the schedule's own (32)"),
+    ({"window": 0}, "window: must be at least 1; got 0"),
+    ({"q_lens": [1, 2]}, "q_lens: must have one entry a request (1); got 2"),
+    ({"lens": [-1]}, "seq_lens: must not be negative; got -1"),
+    ({"read_bandwidth": 0.0}, "read_bandwidth: must be above 0; got 0.0"),
+])
+def test_bad_arguments_are_named(change, words):
+    with pytest.raises(InvalidArgument) as caught:
+        explain(**{"lens": [100]} | change)
+    assert words in str(caught.value)
+
+
+def test_explain_needs_no_torch():
+    code = ("import sys, wavefill\nfrom wavefill.timeline import to_html, to_text\nimport wavefill.cli.explain\n"
+            "c = wavefill.explain([4096], HQ=32, KH=8, D=128, device='h200')\nto_text(c), to_html(c)\n"
+            "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ----------------------------------------------------------------------------------------------------- pictures
+
+
+def test_text_shows_the_idle_half_of_the_last_wave():
+    text = to_text(explain(WAVE_PLUS_ONE, device="h100", workers=132), width=100).plain
+    lean, whole = text.split("\n\n")[:2]
+    assert lean.splitlines()[0] == "stream_k: done after 264 tiles, 100% filled"
+    assert "░" not in lean
+    lines = whole.splitlines()
+    assert lines[0] == "fixed (FlashDecoding's rule, 1 split): done after 512 tiles, 52% filled"
+    assert re.search(r"A+Q+│$", lines[1])  # worker 0 also takes one of the four items of the second wave
+    assert all(re.search(r"[A-Q]+░{40,}│$", line) for line in lines[2:13])
+    assert lines[13].strip() == "12 of 132 workers shown, evenly spaced"
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "A  to Q  requests 0 to 16, 8,192 keys each" in text
+
+
+def test_every_lane_ends_where_its_worker_does():
+    choice = explain([5000, 300, 0, 70], device="h200", workers=50)
+    for max_spans in (None, 10_000):
+        drawn = picture(choice, max_lanes=50, columns=200, max_spans=max_spans)
+        for panel in drawn.panels:
+            for lane in panel.lanes:
+                assert lane.end == panel.timeline.busy[lane.worker]
+                times = [t for span in lane.spans for t in (span.t0, span.t1)]
+                assert times == sorted(times)
+                if lane.spans:
+                    assert times[-1] == pytest.approx(lane.end, abs=drawn.horizon / 200)
+
+
+def test_colours_of_neighbours_differ():
+    assert len({color(request, 0) for request in range(200)}) > 190
+    assert color(3, 0) != color(3, 1)
+
+
+def test_html_is_self_contained_and_well_formed():
+    page = to_html(explain(RAGGED, device="h200"))
+    assert "http" not in page
+    assert "<script" not in page
+    drawings = re.findall(r"<svg viewBox=.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 4
+    for drawing in drawings:
+        ET.fromstring(drawing)
+    assert "fixed (FlashDecoding&#x27;s rule, 2 splits): done after 2,048 tiles, 12% filled" in page
+
+
+def test_html_escapes_and_takes_an_empty_batch():
+    assert "done after 0 tiles" in to_html(explain([]))
+
+
+@pytest.mark.parametrize("lens", [RAGGED, [], [0, 5]], ids=["ragged", "no-requests", "short"])
+def test_png(tmp_path, lens):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "timeline.png"
+    write_png(explain(lens, device="h200"), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "matplotlib":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'wavefill\[bench\]'"):
+        write_png(explain([100]), tmp_path / "x.png")
+
+
+# ------------------------------------------------------------------------------------------------------ command
+
+app = typer.Typer(cls=Commands)
+app.command()(command)
+app.command("other")(lambda: None)  # a second command keeps the first one's name needed
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, ["explain", *args], env={"COLUMNS": "120"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_command_shows_the_choice_and_the_timelines():
+    out = run("--lens", "131072,65536,14x4096", "--device", "h200").stdout
+    assert "stream_k ends after 241 tiles with 264 workers 100% filled" in out
+    assert "63,488 of 32 tokens" in out
+    assert "227.4 us at H200's 4.58 TB/s (measured)" in out
+    assert "invariant (chunks of 2,048 tokens): done after 256 tiles" in out
+    assert "done after" not in run("--lens", "4096", "--no-timeline").stdout
+
+
+def test_command_prints_json_alone():
+    shown = json.loads(run("--batch", "17", "--context", "8192", "--schedule", "fixed:flashdecoding", "--device",
+                           "h100", "--workers", "132", "--json").stdout)
+    assert shown["schedule"] == {"name": "fixed", "rule": "flashdecoding"}
+    assert shown["makespan"] == 512
+    assert shown["runner_up"]["kind"] == "stream_k"
+    assert shown["bytes"]["kv"] == 17 * 8192 * 4096
+
+
+@pytest.mark.parametrize(("text", "schedule"), [
+    ("fixed:splits=3", {"name": "fixed", "splits": 3}), ("fixed:chunk=100", {"name": "fixed", "chunk": 100}),
+    ("invariant:chunk=64", {"name": "invariant", "chunk": 64}), ("invariant", {"name": "invariant"}),
+    ("stream_k:tile=16", {"name": "stream_k", "tile": 16}),
+])
+def test_command_reads_schedules(text, schedule):
+    assert json.loads(run("--lens", "999", "--schedule", text, "--json").stdout)["schedule"] == schedule
+
+
+def test_command_writes_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    html, png = tmp_path / "new" / "t.html", tmp_path / "t.png"
+    out = run("--lens", "4096", "--html", str(html), "--png", str(png)).stdout
+    assert html.exists()
+    assert png.exists()
+    assert f"wrote {html}" in out.replace("\n", "")
+
+
+def test_command_emulates():
+    pytest.importorskip("torch")
+    args = ("--lens", "700,0,130", "--hq", "4", "--kh", "2", "--d", "16", "--dv", "8", "--workers", "3", "--tile", "32",
+            "--window", "300", "--emulate")
+    assert "largest deviation from one softmax" in run(*args).stdout
+    replay = json.loads(run(*args, "--json").stdout)["emulation"]
+    assert replay["deviation"] < 1e-5
+    assert sum(replay["tiles_per_worker"]) == 2 * (10 + 5)  # the window leaves 300 of 700 keys
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    ([], "--lens: is needed, or --context"),
+    (["--lens", "4x"], "--lens: must be lengths or COUNTxLENGTH"),
+    (["--lens", "10", "--context", "3"], "not both"),
+    (["--lens", "10", "--device", "h300"], "device: must be one of"),
+    (["--lens", "10", "--schedule", "fixed:tile=3"], "--schedule: takes fixed:splits=N"),
+    (["--lens", "10", "--schedule", "lean"], "schedule: must be one of"),
+    (["--lens", "64x131072", "--emulate"], "--emulate: replays at most 50,000 tiles"),
+])
+def test_command_errors_are_one_message(args, words):
+    result = run(*args, code=2)
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
