@@ -49,7 +49,8 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'wavefill' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -216,19 +216,17 @@ def _index(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
 _Geometry = tuple[int, Sequence[int], Sequence[int], int]
 
 
-def no_overlap(name: str, written: Tensor, others: Sequence[tuple[str, Tensor | None]]) -> None:
-    """Raises where `written` shares memory with itself or with one of `others`. Needs real memory, not fakes."""
-    if not written.is_contiguous() and _overlaps_itself(written.shape, written.stride()):
-        raise invalid(name, "must not overlap itself: it is written", f"strides {_size(written.stride())}",
-                      "Pass a tensor with memory of its own, not an expanded one.")
-    begin, end = _range(written)
-    for other_name, other in others:
-        if other is None:
-            continue
-        other_begin, other_end = _range(other)
-        if begin < other_end and other_begin < end and _share(_geometry(written), _geometry(other)):
-            raise invalid(name, f"is written and must share no memory with {other_name}", "overlapping memory",
-                          "Pass a tensor of its own, for example a clone.")
+def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, Tensor | None]]) -> None:
+    """Raises where a written tensor shares memory with itself or another. Needs real memory, not fakes."""
+    spans = [(name, tensor, *_span(tensor)) for name, tensor in (*written, *read) if tensor is not None]
+    for at, (name, tensor, begin, end) in enumerate(spans[: len(written)]):
+        if not tensor.is_contiguous() and _overlaps_itself(tensor.shape, tensor.stride()):
+            raise invalid(name, "is written and must not overlap itself", f"strides {_size(tensor.stride())}",
+                          "Pass a tensor with memory of its own, not an expanded one.")
+        for other_name, other, other_begin, other_end in spans[at + 1 :]:
+            if begin < other_end and other_begin < end and _share(_geometry(tensor), _geometry(other)):
+                raise invalid(name, f"is written and must share no memory with {other_name}", "overlapping memory",
+                              "Pass a tensor of its own, for example a clone.")
 
 
 def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
@@ -242,7 +240,7 @@ def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
+def _span(tensor: Tensor) -> tuple[int, int]:
     """First byte and the one past the last, as addresses."""
     begin, elements = tensor.data_ptr(), tensor.numel()
     if elements and not tensor.is_contiguous():

@@ -134,7 +134,7 @@ def _attention_out(
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
     checks.result(out, q, DV)
-    checks.no_overlap("out", out, (
+    checks.no_overlap((("out", out),), (
         ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens), ("block_table", block_table),
         ("cu_seqlens_q", cu_seqlens_q),
     ))
@@ -246,9 +246,7 @@ def _attention_out_fake(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     checks.append(k_cache, v_cache, k, v, slots)
-    read = (("k", k), ("v", v), ("slots", slots))
-    checks.no_overlap("k_cache", k_cache, (("v_cache", v_cache), *read))
-    checks.no_overlap("v_cache", v_cache, read)
+    checks.no_overlap((("k_cache", k_cache), ("v_cache", v_cache)), (("k", k), ("v", v), ("slots", slots)))
     cpu.append(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
 
 
