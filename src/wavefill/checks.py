@@ -55,7 +55,8 @@ def attention(
     if D < 1 or HQ < 1:
         raise _shape("q", "[tokens, HQ, D] with at least one head and one column", q_shape, "Check its last sizes.")
     if k_dim != D:
-        raise invalid("k_cache", f"must have the head size of q ({D})", _size(k_shape), _LAST_DIM)
+        raise invalid("k_cache", f"must have the head size of q ({D})", _size(k_shape),
+                      "Give both one head size in their last dimension; v_cache may have its own.")
     if KH < 1 or HQ % KH:
         raise invalid("k_cache", f"KH must divide the query heads ({HQ})", f"KH {KH} in {_size(k_shape)}",
                       "The layout is [.., tokens, KH, D]: permute an HND cache with .transpose(1, 2).")
@@ -276,7 +277,6 @@ def _as_bytes(geometry: _Geometry) -> np.ndarray[Any, Any]:
 
 # ---- errors
 
-_LAST_DIM = "q, k_cache and their last dimension are one head; V alone may differ in size."
 _HINT = "It is an upper bound known to the host; leave it out if there is none."
 
 
