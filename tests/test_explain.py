@@ -11,15 +11,13 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import wavefill
 from wavefill import hardware, select
-from wavefill.cli._errors import Commands
-from wavefill.cli.explain import explain as command
+from wavefill.cli import app
 from wavefill.schedule import row_ranges
 from wavefill.spec import AttentionSpec, BackendUnavailable, Fixed, InvalidArgument, Invariant, StreamK
 from wavefill.timeline import to_html, to_text, write_png
@@ -229,10 +227,6 @@ def test_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------ command
-
-app = typer.Typer(cls=Commands)
-app.command()(command)
-app.command("other")(lambda: None)  # a second command keeps the first one's name needed
 
 
 def run(*args, code=0):

@@ -131,7 +131,8 @@ class Choice:
     floor_us:       KV, query and output bytes over the read bandwidth; None where that is unknown.
     floor_note:     which bandwidth that is, or why there is none.
     reason:         one sentence.
-    runner_up:      the best of the other schedules that `auto` considers.
+    runner_up:      the best of the other schedules that `auto` considers; the choice itself where all of them come
+                    to the same table.
     """
 
     schedule: Schedule
