@@ -221,7 +221,7 @@ def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, 
     """Raises where a written tensor shares memory with itself or another. Needs real memory, not fakes."""
     spans = [(name, tensor, *_span(tensor)) for name, tensor in (*written, *read) if tensor is not None]
     for at, (name, tensor, begin, end) in enumerate(spans[: len(written)]):
-        if not tensor.is_contiguous() and _overlaps_itself(tensor.shape, tensor.stride()):
+        if _overlaps_itself(tensor.shape, tensor.stride()):
             raise invalid(name, "is written and must not overlap itself", f"strides {_size(tensor.stride())}",
                           "Pass a tensor with memory of its own, not an expanded one.")
         for other_name, other, other_begin, other_end in spans[at + 1 :]:
@@ -230,6 +230,7 @@ def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, 
                               "Pass a tensor of its own, for example a clone.")
 
 
+@lru_cache(maxsize=256)
 def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may share memory: true for expanded tensors, and for strides too irregular to tell."""
     reach = 0
@@ -243,10 +244,14 @@ def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """First byte and the one past the last, as addresses."""
-    begin, elements = tensor.data_ptr(), tensor.numel()
-    if elements and not tensor.is_contiguous():
-        elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + elements * tensor.element_size()
+    begin = tensor.data_ptr()
+    return begin, begin + _reach(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+@lru_cache(maxsize=1024)
+def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
 
 
 def _geometry(tensor: Tensor) -> _Geometry:
