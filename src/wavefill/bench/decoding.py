@@ -1,0 +1,136 @@
+"""Decode with `generate()` in blocks, timing each step.
+
+Two decoders over one model run by turns: a block of tokens with wavefill, a block with stock transformers. A noisy
+moment of the machine then meets both. A later block goes on from the cache that the one before it left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Called with each new token id.
+OnToken = Callable[[int], None]
+
+
+class Clock:
+    """A streamer for `generate()` that notes when each token came.
+
+    What the listener does with a token (print it) is not part of any step: a step starts when it returns.
+    """
+
+    def __init__(self, on_token: OnToken | None = None) -> None:
+        self._on_token = on_token
+        self._prompt_seen = False
+        self._start = time.perf_counter()
+        self.seconds: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        now = time.perf_counter()
+        if not self._prompt_seen:  # generate() hands over the prompt first
+            self._prompt_seen = True
+            return
+        self.seconds.append(now - self._start)
+        if self._on_token is not None:
+            self._on_token(int(value.flatten()[-1]))
+        self._start = time.perf_counter()
+
+    def end(self) -> None:
+        """Part of the streamer's interface; nothing is held back."""
+
+
+@dataclass
+class Decoder:
+    """One way to decode a model, with the tokens, logits and times that it has produced.
+
+    prompt:   token ids.
+    attach:   turns the model's attention to this way; called before each block.
+    tokens:   new ids so far.
+    logits:   float32 [vocabulary] of each new token.
+    first:    seconds to the first token, prefill included.
+    steps:    seconds of each later token, the first of every block left out: it holds generate()'s own start.
+    """
+
+    name: str
+    model: Any
+    prompt: list[int]
+    attach: Callable[[Any], Any]
+    cache: Any = None
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    first: float = 0.0
+    steps: list[float] = field(default_factory=list)
+
+    def block(self, count: int, on_token: OnToken | None = None, *, stop_at_end: bool = False) -> None:
+        """Decode up to `count` more tokens, greedily; `stop_at_end` ends at the model's end-of-text token."""
+        import torch
+
+        self.attach(self.model)
+        ids = torch.tensor([self.prompt + self.tokens])
+        clock = Clock(on_token)
+        past = {} if self.cache is None else {_cache_argument(self.model): self.cache}
+        result = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), streamer=clock,
+            generation_config=_greedy(self.model, count, stop_at_end), **past)
+        self.cache = getattr(result, "cache", None) or result.past_key_values
+        self.tokens += result.sequences[0, ids.shape[1]:].tolist()
+        self.logits += [step[0].float() for step in result.logits]
+        if not self.first:
+            self.first = clock.seconds[0]
+        self.steps += clock.seconds[1:]
+
+    def forget(self) -> None:
+        """Drop the cache and what was decoded, to start again from the prompt."""
+        self.cache, self.first = None, 0.0
+        self.tokens.clear()
+        self.logits.clear()
+        self.steps.clear()
+
+
+def _greedy(model: Any, count: int, stop_at_end: bool) -> Any:
+    """A generation config without any of the model's sampling settings."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    end = own.eos_token_id
+    pad = own.pad_token_id if own.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
+    return GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=end if stop_at_end else None,
+                            pad_token_id=pad, return_dict_in_generate=True, output_logits=True)
+
+
+def _cache_argument(model: Any) -> str:
+    """The name under which this release of transformers takes a cache: renamed in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers, and no look at the network, inside the block."""
+    import os
+
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        from transformers.utils import logging
+
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+    finally:
+        if before is None:
+            os.environ.pop("HF_HUB_OFFLINE", None)
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before

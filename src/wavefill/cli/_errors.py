@@ -1,0 +1,81 @@
+"""What a user sees when something goes wrong: one message and an exit code, never a traceback.
+
+Exit codes: 2 for a mistake in the request or something missing on the machine, 130 for Ctrl-C, 1 for a fault of
+wavefill itself (WAVEFILL_DEBUG=1 then shows the traceback).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from wavefill import env
+from wavefill.spec import WavefillError
+
+#: The extra that brings a module which the core install leaves out.
+_EXTRAS = {"torch": "torch", "transformers": "transformers", "gguf": "transformers", "safetensors": "transformers",
+           "tokenizers": "transformers", "accelerate": "transformers", "matplotlib": "bench"}
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn errors of the block into a message on stderr and `typer.Exit`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+    except typer.Abort:
+        raise
+    except Exception as error:
+        if hasattr(error, "exit_code"):  # the command line library's own: usage errors and Exit
+            raise
+        message = user_message(error)
+        if message is not None:
+            typer.echo(f"error: {message}", err=True)
+            raise typer.Exit(2) from None
+        if env.flag("WAVEFILL_DEBUG"):
+            raise
+        typer.echo(f"error: unexpected {type(error).__name__}: {error}\n"
+                   "This is a fault of wavefill. WAVEFILL_DEBUG=1 shows where it happened.", err=True)
+        raise typer.Exit(1) from None
+
+
+def user_message(error: Exception) -> str | None:
+    """The message for an error that a user can do something about, or None for any other."""
+    if isinstance(error, WavefillError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        module = (error.name or "").partition(".")[0]
+        if module not in _EXTRAS:
+            return None
+        return f"this command needs {module}, which is not installed. Run: pip install 'wavefill[{_EXTRAS[module]}]'"
+    if isinstance(error, BrokenPipeError):
+        return None
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return "not enough memory for this request. Try a shorter context or a smaller row."
+    return None
+
+
+class Commands(TyperGroup):
+    """The group of all commands, with `plain_errors` around each."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with plain_errors():
+            return super().invoke(ctx)
+
+
+def run(app: typer.Typer) -> None:
+    """Run the command line; Ctrl-C while modules are still loading counts as well."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,47 @@
+"""Output shared by the commands: JSON on stdout, progress on stderr, and files of results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+#: Called with a description and the share done, 0 to 1.
+Report = Callable[[str, float], None]
+
+
+def print_json(value: Any) -> None:
+    """Write `value` to stdout as JSON, and nothing else."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` as JSON, making the folder where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Report]:
+    """A progress bar on stderr, given as a function of description and share done.
+
+    There is none when `quiet` or when stderr is not a terminal. The bar disappears when the block ends.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda description, share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
+               TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def report(description: str, share: float) -> None:
+            bar.update(task, description=description, completed=min(max(share, 0.0), 1.0))
+
+        yield report
