@@ -1,0 +1,1 @@
+"""wavefill inside other engines."""

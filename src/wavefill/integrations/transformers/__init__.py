@@ -1,0 +1,86 @@
+"""Long-context decoding through wavefill for transformers models.
+
+    from wavefill.integrations.transformers import enable, disable
+    enable(model)                      # model.generate(...) and model(...) now decode through wavefill
+    disable(model)                     # everything as it was
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"wavefill.integrations.transformers needs transformers: {error}. Run pip install 'wavefill[transformers]'."
+    ) from error
+
+from transformers import PreTrainedModel
+
+from wavefill.integrations.transformers import continuous
+from wavefill.integrations.transformers.attention import register
+from wavefill.integrations.transformers.cache import WavefillCache
+from wavefill.integrations.transformers.hooks import after, before
+from wavefill.integrations.transformers.names import name_over, previous_of
+from wavefill.integrations.transformers.support import PREVIOUS, check_model, decoder_of
+from wavefill.spec import UnsupportedModel, invalid
+
+__all__ = ["WavefillCache", "disable", "enable"]
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+#: Attribute of an enabled decoder that holds the handles of its two hooks.
+_HANDLES = "_wavefill_handles"
+
+
+def enable(model: Model, kv_format: str = "auto") -> Model:
+    """Decode `model` through wavefill, in place, and return it. Enabling twice is the same as once.
+
+    From then on `model.generate(...)`, `model(...)` and `model.generate_batch(...)` keep K and V in a paged cache that
+    is written in place, and attend to it through wavefill's kernels. Prompts run at the speed that PyTorch has.
+    Forwards that train, or run without a cache, are left as they were. `disable` undoes all of it.
+
+    model:     a decoder of the Llama, Qwen2, Qwen3, Mistral or Phi-3 families on the CPU, of any head
+               (`AutoModelForCausalLM`, or the bare `AutoModel`).
+    kv_format: "auto" keeps K and V in the model's own dtype.
+
+    Raises `UnsupportedModel` for a model that would not be served exactly, before anything is changed.
+    """
+    if kv_format != "auto":
+        raise invalid("kv_format", 'must be "auto"', repr(kv_format), "Quantised formats are not in this version.")
+    decoder = check_model(model)
+    current = model.config._attn_implementation
+    previous = previous_of(current) or current
+    if previous not in PREVIOUS:
+        raise UnsupportedModel(
+            f"model: its attention implementation must be one of {', '.join(PREVIOUS)}; got {current!r}. "
+            'Call model.set_attn_implementation("sdpa") first.'
+        )
+    register()
+    if current != name_over(previous):
+        model.set_attn_implementation(name_over(previous))
+    if _HANDLES not in decoder.__dict__:
+        decoder.__dict__[_HANDLES] = (
+            decoder.register_forward_pre_hook(before, with_kwargs=True),
+            decoder.register_forward_hook(after, with_kwargs=True, always_call=True),
+        )
+    continuous.attach(model)
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Undo `enable` and return the model: its attention, its hooks and its caches are as they were before.
+
+    A model that is not enabled is left alone. Caches that were filled while it was enabled can't be continued.
+    """
+    decoder = decoder_of(model)
+    if _HANDLES not in decoder.__dict__:
+        return model
+    continuous.detach(model)
+    for handle in decoder.__dict__.pop(_HANDLES):
+        handle.remove()
+    previous = previous_of(model.config._attn_implementation)
+    if previous is not None:
+        model.set_attn_implementation(previous)
+    return model

@@ -1,0 +1,150 @@
+"""The attention function and the mask function that transformers calls, and their registration.
+
+With a step (a forward over a wavefill cache) the mask function hands the step itself to the layers in place of a mask.
+Without one (training, `use_cache=False`, another model that shares the configuration) both functions are exactly the
+ones that the model came with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import wavefill
+from wavefill.integrations.transformers import continuous
+from wavefill.integrations.transformers.current import get_step
+from wavefill.integrations.transformers.names import name_over
+from wavefill.integrations.transformers.rows import Step
+from wavefill.integrations.transformers.support import PREVIOUS
+from wavefill.spec import UnsupportedModel, invalid
+
+Result = tuple[Tensor, Tensor | None]
+
+_attentions = AttentionInterface()
+_masks = AttentionMaskInterface()
+
+
+def register() -> None:
+    """Register the functions, one name for each implementation a model may come from; again is the same."""
+    for previous in PREVIOUS:
+        AttentionInterface.register(name_over(previous), partial(attention, previous))
+        AttentionMaskInterface.register(name_over(previous), partial(mask, previous))
+
+
+def mask(previous: str, *args: Any, **kwargs: Any) -> Any:
+    """The step of the running forward, or the mask of the implementation that the model came with."""
+    step = get_step()
+    if step is not None and step.config is kwargs.get("config"):
+        return step
+    return _masks[previous](*args, **kwargs)
+
+
+def attention(
+    previous: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> Result:
+    """One layer's attention.
+
+    query:          [B, HQ, q_len, D].
+    key, value:     [B, KH, q_len, D] and [B, KH, q_len, DV], the new tokens alone when there is a step.
+    attention_mask: the step, or what the mask function of `previous` made.
+    Returns [B, q_len, HQ, DV], zero where a query is padding, and None for the weights.
+    """
+    if not isinstance(attention_mask, Step):
+        if continuous.is_paged_call(kwargs):
+            paged: Result = continuous.forward(
+                module, query, key, value, attention_mask,
+                dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs,
+            )
+            return paged
+        return _stock(previous, module)(
+            module, query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs,
+        )
+    if dropout:
+        raise invalid("attention_dropout", "must be 0 with a wavefill cache", dropout, "Call model.eval() first.")
+    for name in _UNSERVED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"model: {type(module).__name__} passes {name}=, which wavefill doesn't compute in "
+                                   "transformers yet. Call wavefill.integrations.transformers.disable(model).")
+    if kwargs.get("is_causal") is False:
+        raise invalid("is_causal", "must be true with a wavefill cache", False,
+                      "Pass use_cache=False for attention that is not causal.")
+    step = attention_mask
+    if sliding_window is not None and step.has_hole:
+        raise invalid("attention_mask", "must have no padding between real tokens on a model with a sliding window",
+                      "such a mask", "Pad on the left, or start a new cache for each turn.")
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if step.is_decode:
+        return _decode(step, module, query, scale, sliding_window), None
+    if step.is_prefill and (sliding_window is None or step.q_len <= sliding_window):
+        return _prefill(step, module, query, key, value, scale), None
+    return _extend(step, module, query, scale, sliding_window), None
+
+
+#: Attention arguments of other families; a layer that passes one is not the layer that was checked.
+_UNSERVED = ("softcap", "s_aux", "position_bias")
+
+
+def _stock(previous: str, module: torch.nn.Module) -> Callable[..., Result]:
+    """The function of `previous`; "eager" lives beside the module's own class, as transformers itself looks it up."""
+    if previous == "eager":
+        return cast("Callable[..., Result]", sys.modules[type(module).__module__].eager_attention_forward)
+    return cast("Callable[..., Result]", _attentions[previous])
+
+
+def _decode(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
+    """One real query token a row, over its pages."""
+    pages = step.rows.pages.view(module.layer_idx)
+    out = wavefill.decode_attention(
+        query[:, :, 0], pages, None, step.seq_lens, step.block_table, scale=scale, window=window
+    )
+    return out[:, None]
+
+
+def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The first tokens of every row: the new K and V are all there is, so torch's causal attention takes them as they
+    are. Rows without padding go together, as in stock transformers and with the same bits; others one by one.
+    """
+    causal = partial(_stock("sdpa", module), module, attention_mask=None, dropout=0.0, scaling=scale, is_causal=True)
+    if step.new is None:
+        return causal(query=query, key=key, value=value)[0]
+    batch, heads, q_len, _ = query.shape
+    out = query.new_zeros(batch, q_len, heads, value.shape[-1])
+    for row, real in enumerate(step.new):
+        if step.counts[row]:
+            some = (x[row, None][:, :, real] for x in (query, key, value))
+            out[row, real] = causal(**dict(zip(("query", "key", "value"), some, strict=True)))[0][0]
+    return out
+
+
+def _extend(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
+    """Several query tokens a row, or some of them padding, over the pages, each row aligned at its end."""
+    batch, heads, q_len, size = query.shape
+    packed = query.transpose(1, 2).reshape(batch * q_len, heads, size)
+    if step.index is not None:
+        packed = packed[step.index]
+    pages = step.rows.pages.view(module.layer_idx)
+    out = wavefill.attention(
+        packed, pages, None, step.seq_lens, step.block_table,
+        cu_seqlens_q=step.cu_seqlens_q, max_q_len=q_len, scale=scale, window=window,
+    )
+    if step.index is not None:
+        full = out.new_zeros(batch * q_len, heads, out.shape[-1])
+        full[step.index] = out
+        out = full
+    return out.view(batch, q_len, heads, -1)

@@ -1,0 +1,190 @@
+"""The cache that an enabled model writes in place: layers for transformers' `Cache`, over one set of paged rows.
+
+All layers share one block table, so what generate does to a cache as a whole (reorder for beams, crop after a rejected
+draft) is done once: `Cache` calls every layer in turn, and layer 0 acts for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from wavefill.integrations.transformers.current import get_step
+from wavefill.integrations.transformers.rows import Rows
+from wavefill.integrations.transformers.support import decoder_of
+from wavefill.spec import WavefillError, invalid, invalid_type
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Layer `index` of a cache; its K and V lie in pages, real tokens only.
+
+    A layer with a sliding window keeps the tokens before the window too. Decoding reads only the window; the memory is
+    the price of rows that can be cropped, forked and continued at any point.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    #: Sizes are known when the first K and V arrive.
+    supports_early_init = False
+
+    def __init__(self, rows: Rows, index: int) -> None:
+        # CacheLayerMixin.__init__ sets `keys` and `values`, which are computed on demand here.
+        self.rows = rows
+        self.index = index
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer holds tokens."""
+        return self.rows.slots > 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """A copy of K, [batch, KH, slots, D], zero at padding; for inspection, since it reads the whole layer."""
+        return self.rows.dense(self.index)[0] if self.rows.slots else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """A copy of V, [batch, KH, slots, DV], zero at padding; for inspection, since it reads the whole layer."""
+        return self.rows.dense(self.index)[1] if self.rows.slots else None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch. Raises AttributeError before the first token, as layers of transformers do."""
+        if not self.rows.slots:
+            raise AttributeError("batch_size")
+        return self.rows.batch
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: room is found when a forward writes its first layer."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new K and V [batch, KH, tokens, D] and return them; the attention reads the rest from the pages."""
+        step = get_step()
+        if step is None or step.rows is not self.rows:
+            raise WavefillError(
+                "cache: a wavefill cache takes tokens from a forward of an enabled model only; got a call without one. "
+                "Call wavefill.integrations.transformers.enable(model) first, and pass this cache to that model."
+            )
+        self.rows.write(step, self.index, key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots that a mask for `query_length` new tokens covers, and the first of them."""
+        return self.rows.slots + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Slots of every row, padding included."""
+        return self.rows.slots
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def offload(self) -> None:
+        """Nothing to do: the pages are in CPU memory."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the pages are in CPU memory."""
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        if self.index == 0:
+            self.rows.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove slots of every row; 0 changes nothing."""
+        tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor
+        if tokens_to_remove > 0:
+            raise invalid("tokens_to_remove", "must be 0 or negative", tokens_to_remove,
+                          "Give minus the number of tokens to drop.")
+        if self.index == 0:
+            self.rows.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was; pages are shared."""
+        self._gather(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times in place; pages are shared."""
+        self._gather([row for row in range(self.rows.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices` names (numbers, or a bool mask)."""
+        self._gather(torch.arange(self.rows.batch)[indices].tolist())
+
+    def _gather(self, index: list[int]) -> None:
+        if self.index == 0:
+            self.rows.gather(index)
+
+
+def paged_layers(count: int) -> list[PagedLayer]:
+    """Fresh layers of one cache."""
+    rows = Rows(count)
+    return [PagedLayer(rows, index) for index in range(count)]
+
+
+class WavefillCache(Cache):  # type: ignore[misc]
+    """A cache for an enabled model, to keep between calls of `generate` or `model(...)`.
+
+    model: the enabled model (its number of layers is taken).
+
+    `generate` makes one by itself; make one to continue a conversation without computing its past again:
+    `cache = WavefillCache(model)`, then pass `past_key_values=cache` to every turn.
+    """
+
+    def __init__(self, model: object) -> None:
+        super().__init__(layers=paged_layers(decoder_of(model).config.num_hidden_layers))
+
+    def __iter__(self) -> Any:
+        """Layer by layer (K, V, None), as a `DynamicCache` gives; copies."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
+
+def rows_of(cache: object) -> Rows | None:
+    """The rows of a cache of ours, or None for any other."""
+    layers: Sequence[Any] = getattr(cache, "layers", ())
+    return layers[0].rows if layers and isinstance(layers[0], PagedLayer) else None
+
+
+def adopt(cache: object, layers: int) -> Rows:
+    """The rows of `cache`, whose layers are replaced by ours when it is a `DynamicCache` that is still empty.
+
+    `generate` makes such a cache for every call and hands it back to itself step after step, so it is this object, and
+    not another one in its place, that has to write in place. `Cache.layers` is a public list of layer objects, made to
+    be filled by the caller.
+
+    layers: decoder layers of the running model.
+    Raises `InvalidArgument` or `InvalidType` for every other cache, by its name.
+    """
+    rows = rows_of(cache)
+    if rows is None:
+        if not isinstance(cache, Cache):
+            raise invalid_type("past_key_values", "must be a transformers Cache", type(cache).__name__, _NEXT)
+        if type(cache) is not DynamicCache or cache.offloading:
+            kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
+            raise invalid("past_key_values", "must be a WavefillCache or a new DynamicCache", kind, _NEXT)
+        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+            raise invalid("past_key_values", "must have plain dynamic layers", kinds, _NEXT)
+        if cache.get_seq_length():
+            raise invalid("past_key_values", "must be empty, or have been filled by this enabled model",
+                          f"a DynamicCache with {cache.get_seq_length()} tokens", _NEXT)
+        ours = paged_layers(layers)
+        cache.layers = ours
+        cache.layer_class_to_replicate = None
+        rows = ours[0].rows
+    if rows.layers != layers:
+        raise invalid("past_key_values", f"must have the model's {layers} layers", rows.layers,
+                      "Make one with WavefillCache(model) of this model.")
+    return rows
+
+
+_NEXT = ("Leave it (and cache_implementation) out, pass WavefillCache(model), or call "
+         "wavefill.integrations.transformers.disable(model) to run with this cache.")

@@ -1,0 +1,100 @@
+"""The two hooks on the decoder: before its forward a step is begun on the cache, after it the step is over.
+
+Hooks on the stack of layers (`LlamaModel` within `LlamaForCausalLM`) see every way in: `generate`, `model(...)`, heads
+other than the language model's, and a call of the stack itself. They are module-level functions that keep nothing, so
+an enabled model can be deep-copied and pickled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from wavefill.integrations.transformers import continuous
+from wavefill.integrations.transformers.cache import WavefillCache, adopt, rows_of
+from wavefill.integrations.transformers.current import get_step, set_step
+from wavefill.integrations.transformers.names import previous_of
+from wavefill.spec import invalid
+
+#: The cache's argument: its name up to 5.23, and from 5.24 on (where the old one stays valid).
+CACHE_NAMES = ("past_key_values", "cache")
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Begin a step when this forward runs over a wavefill cache; give it one when it would make its own.
+
+    Raises before anything is computed when the cache or the mask is one that wavefill would not serve exactly.
+    """
+    set_step(None)
+    config = decoder.config
+    if previous_of(config._attn_implementation) is None or continuous.is_paged_call(kwargs):
+        return None
+    if args:
+        kwargs = {**dict(zip(_parameters(type(decoder).forward), args, strict=False)), **kwargs}
+    held = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    if held is None:
+        use_cache = kwargs.get("use_cache")
+        if not (config.use_cache if use_cache is None else use_cache):
+            return None
+    if _records_gradients(decoder, kwargs):
+        _step_aside(decoder, held)
+        return None
+    made = WavefillCache(decoder) if held is None else None
+    rows = adopt(held if made is None else made, config.num_hidden_layers)
+    inputs = kwargs.get("input_ids")
+    if inputs is None:
+        inputs = kwargs.get("inputs_embeds")
+    if inputs is None:
+        return None  # The forward itself says what is missing.
+    if kwargs.get("output_attentions"):
+        raise invalid("output_attentions", "must be false, since the weights are never formed", True,
+                      'Call disable(model) and model.set_attn_implementation("eager") to see them.')
+    attention_mask = kwargs.get("attention_mask")
+    if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2):
+        got = list(attention_mask.shape) if hasattr(attention_mask, "shape") else type(attention_mask).__name__
+        raise invalid("attention_mask", "must be [batch, tokens] with a wavefill cache", got,
+                      "Pass use_cache=False for a mask of your own, or call disable(model).")
+    set_step(rows.begin(inputs.shape[0], inputs.shape[1], attention_mask, config))
+    if made is None:
+        return None
+    name = next(name for name in CACHE_NAMES if name in _parameters(type(decoder).forward))
+    return (), {**{k: v for k, v in kwargs.items() if k not in CACHE_NAMES}, name: made}
+
+
+def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None:
+    """End the step; one that a failed forward left half written is undone."""
+    step = get_step()
+    if step is not None and step.config is decoder.config:
+        set_step(None)
+        step.rows.rollback(step)
+
+
+def _records_gradients(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    embeds = kwargs.get("inputs_embeds")
+    return (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters())
+
+
+def _step_aside(decoder: PreTrainedModel, held: object) -> None:
+    """A forward that records gradients runs as if the model were not enabled; decoding has no backward."""
+    if rows_of(held) is not None:
+        raise invalid("past_key_values", "can't be a wavefill cache while gradients are recorded", "grad mode on",
+                      "Wrap the call in torch.no_grad() or torch.inference_mode().")
+    if not decoder.training:
+        warnings.warn(
+            "This forward records gradients, so it runs with PyTorch's attention and its cache is not wavefill's. "
+            "Wrap it in torch.no_grad() to decode through wavefill.",
+            stacklevel=2,
+        )

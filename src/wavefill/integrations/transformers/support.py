@@ -1,0 +1,145 @@
+"""Which models the integration serves, decided before anything is changed.
+
+A model is served only when every part of its attention is one that the kernels compute exactly: the features are read
+from the configuration and from the attention modules, and the class must be of a family that the tests run. Everything
+else is refused with the class, the feature and the next step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3Model
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
+
+from wavefill.backends import cpu
+from wavefill.spec import AttentionSpec, BackendUnavailable, UnsupportedModel, invalid_type
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: The oldest release whose hooks the tests run.
+OLDEST = (5, 17)
+
+#: Decoder class -> attention class of the families that the tests run.
+FAMILIES: dict[type, type] = {
+    LlamaModel: LlamaAttention,
+    Qwen2Model: Qwen2Attention,
+    Qwen3Model: Qwen3Attention,
+    MistralModel: MistralAttention,
+    Phi3Model: Phi3Attention,
+}
+FAMILY_NAMES = "Llama, Qwen2, Qwen3, Mistral and Phi-3"
+
+#: Attention implementations that an enabled model may come from (and goes back to).
+PREVIOUS = ("sdpa", "eager", "flex_attention")
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def check_release() -> None:
+    """Refuse a transformers release older than the oldest tested one (BackendUnavailable)."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if numbers < OLDEST:
+        raise BackendUnavailable(
+            f"transformers: must be {'.'.join(map(str, OLDEST))} or newer; got {transformers.__version__}. "
+            "Run pip install -U transformers."
+        )
+
+
+def decoder_of(model: object) -> PreTrainedModel:
+    """The stack of decoder layers of `model` (`LlamaModel` of a `LlamaForCausalLM`).
+
+    Raises `InvalidType` when `model` is no transformers model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise invalid_type("model", "must be a transformers PreTrainedModel", type(model).__name__,
+                           "Load it with AutoModelForCausalLM.from_pretrained(...).")
+    return model.base_model
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """Return the decoder of `model`, or raise `UnsupportedModel` with the class, the feature and the next step."""
+    check_release()
+    decoder = decoder_of(model)
+    name = type(model).__name__
+    config = decoder.config.get_text_config(decoder=True)
+    for feature, present in _FEATURES.items():
+        if present(config, decoder):
+            raise _refusal(name, f"uses {feature}, which wavefill doesn't compute in transformers yet")
+    attention = FAMILIES.get(type(decoder))
+    if attention is None:
+        raise _refusal(name, f"is of none of the tested families ({FAMILY_NAMES})")
+    for layer in decoder.layers:
+        if type(layer.self_attn) is not attention:
+            raise _refusal(name, f"has {type(layer.self_attn).__name__} in place of {attention.__name__}")
+    _check_storage(name, decoder)
+    _check_shapes(name, config, decoder)
+    return decoder
+
+
+def _refusal(name: str, what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"model: {name} {what}. Run it with its own attention (sdpa), or use a model of the {FAMILY_NAMES} families."
+    )
+
+
+def _check_storage(name: str, decoder: PreTrainedModel) -> None:
+    for parameter in decoder.parameters():
+        if parameter.device.type != "cpu":
+            raise _refusal(name, f"is on {parameter.device}, and this version runs on the CPU (model.to('cpu'))")
+    if decoder.dtype not in DTYPES:
+        raise _refusal(name, f"computes in {decoder.dtype}, and the kernels take {', '.join(DTYPES.values())}")
+
+
+def _check_shapes(name: str, config: PretrainedConfig, decoder: PreTrainedModel) -> None:
+    # The head size that the modules use, since configurations spell it in three ways.
+    size = int(decoder.layers[0].self_attn.head_dim)
+    heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+    if heads % kv_heads:
+        raise _refusal(name, f"has {heads} query heads over {kv_heads} KV heads, which don't divide evenly")
+    spec = AttentionSpec(HQ=heads, KH=kv_heads, D=size, DV=size, dtype=DTYPES[decoder.dtype])
+    reason = cpu.capability(spec)
+    if reason is not None:
+        raise _refusal(name, f"can't run on the CPU backend: {reason}")
+
+
+def _has(config: Any, *names: str) -> bool:
+    return any(getattr(config, name, None) not in (None, False, 0) for name in names)
+
+
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ())
+
+
+def _modules_have(decoder: PreTrainedModel, *names: str) -> bool:
+    return any(getattr(module, name, None) is not None for module in decoder.modules() for name in names)
+
+
+#: Feature, in words -> whether a model has it. Read before the family, so that the message names the real obstacle.
+_FEATURES: dict[str, Callable[[Any, PreTrainedModel], bool]] = {
+    "an encoder or cross-attention": lambda config, decoder: (
+        _has(config, "is_encoder_decoder", "add_cross_attention") or _modules_have(decoder, "encoder_attn")
+    ),
+    "attention that is not causal": lambda config, decoder: getattr(config, "is_causal", True) is False,
+    "a soft cap on attention scores": lambda config, decoder: _has(config, "attn_logit_softcapping"),
+    "attention sinks": lambda config, decoder: _modules_have(decoder, "sinks"),
+    "ALiBi": lambda config, decoder: (
+        _has(config, "alibi") or getattr(config, "model_type", None) in ("bloom", "mpt")
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    ),
+    "latent KV (MLA)": lambda config, decoder: _has(config, "kv_lora_rank"),
+    "chunked attention": lambda config, decoder: _has(config, "attention_chunk_size"),
+    "layers that share their KV": lambda config, decoder: _has(config, "num_kv_shared_layers"),
+    "layers without attention (linear attention, state space)": lambda config, decoder: bool(
+        _layer_types(config) - {"full_attention", "sliding_attention", "chunked_attention"}
+    ) or _has(config, "state_size", "mamba_d_state", "ssm_state_size"),
+}
