@@ -50,7 +50,7 @@ def test_every_key_count_up_to_two_tiles(schedule: object) -> None:
 
 
 @pytest.mark.parametrize(("D", "DV"), [(64, 64), (96, 96), (192, 128), (576, 512), (33, 17)],
-                         ids=lambda x: str(x))
+                         ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_head_sizes(D: int, DV: int, dtype: torch.dtype) -> None:
     for layout, window in itertools.product(("nhd", "kv_tokens"), (None, 40)):

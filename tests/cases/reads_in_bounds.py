@@ -1,6 +1,7 @@
 """Runs attention on tensors that touch forbidden memory at their end, then at their start; a stray access is fatal.
 
 Usage: python reads_in_bounds.py float32|float16|bfloat16
+       python reads_in_bounds.py overrun      claims one slot too many, and must die
 """
 
 from __future__ import annotations
@@ -73,5 +74,19 @@ def main(dtype: torch.dtype) -> None:
     print(f"{len(shapes)} shapes in bounds")
 
 
+def overrun() -> None:
+    fence = Fence(64 * 64)
+    fence.place(torch.zeros(64, 16), at_end=True)
+    start = _PAGE + fence.size - 64 * 64
+    k = torch.frombuffer(fence.memory, dtype=torch.float32, count=65 * 16, offset=start).view(1, 65, 1, 16)
+    lens = torch.tensor([64], dtype=torch.int32)
+    ops.attention(torch.zeros(1, 1, 16), k, torch.zeros(1, 65, 1, 16), lens, schedule="stream_k")
+    print("64 slots read", flush=True)
+    ops.attention(torch.zeros(1, 1, 16), k, torch.zeros(1, 65, 1, 16), lens + 1, schedule="stream_k")
+
+
 if __name__ == "__main__":
-    main(getattr(torch, sys.argv[1]))
+    if sys.argv[1] == "overrun":
+        overrun()
+    else:
+        main(getattr(torch, sys.argv[1]))

@@ -31,14 +31,29 @@ def strided(tensor: Tensor, dim: int, step: int = 2) -> Tensor:
     return view
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs mmap and mprotect")
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def run_script(argument: str) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).with_name("reads_in_bounds.py")
+    return subprocess.run([sys.executable, str(script), argument], capture_output=True, text=True, timeout=300)
+
+
+fenced = pytest.mark.skipif(sys.platform == "win32", reason="needs mmap and mprotect")
+
+
+@fenced
+@dtypes
 def test_h4_h13_nothing_outside_the_tensors_is_read(dtype: torch.dtype) -> None:
     """Every tensor ends, or starts, where memory that may not be touched begins; a stray read kills the process."""
-    script = Path(__file__).with_name("reads_in_bounds.py")
-    done = subprocess.run([sys.executable, str(script), name_of(dtype)], capture_output=True, text=True, timeout=300)
+    done = run_script(name_of(dtype))
     assert done.returncode == 0, f"exit {done.returncode} after: {done.stdout[-300:]} {done.stderr[-2000:]}"
     assert "in bounds" in done.stdout.splitlines()[-1]
+
+
+@fenced
+def test_h4_a_read_of_one_slot_too_many_is_fatal() -> None:
+    """The fence above does hold."""
+    done = run_script("overrun")
+    assert done.returncode < 0
+    assert done.stdout == "64 slots read\n"
 
 
 def test_h6_large_pages_past_4096_tokens() -> None:
