@@ -16,7 +16,6 @@ from wavefill.spec import (
     InvalidArgument,
     Schedule,
     StreamK,
-    complaint,
     invalid,
 )
 
@@ -146,13 +145,15 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
 
     Raises InvalidArgument when a slot lies past the cache; nothing is written then.
     """
-    capacity = k_cache.shape[0] * k_cache.shape[1]
-    if slots.numel() and int(slots.max()) >= capacity:
-        raise InvalidArgument(complaint("slots", f"must be below pages x page_size = {capacity}", int(slots.max()),
-                                        "Grow the cache or correct the slot."))
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        _core.append(new.data_ptr(), cache.data_ptr(), slots.data_ptr(), *new.shape, new.element_size(),
-                     *new.stride(), *cache.stride(), cache.shape[1])
+    bad = _core.append(
+        (k.data_ptr(), k_cache.data_ptr(), *k.shape[1:], *k.stride(), *k_cache.stride()[1:]),
+        (v.data_ptr(), v_cache.data_ptr(), *v.shape[1:], *v.stride(), *v_cache.stride()[1:]),
+        k_cache.stride(0), v_cache.stride(0), slots.data_ptr(), slots.shape[0], k.element_size(),
+        k_cache.shape[1], k_cache.shape[0],
+    )
+    if bad >= 0:
+        raise invalid(f"slots[{bad}]", f"must be below pages x page_size = {k_cache.shape[0] * k_cache.shape[1]}",
+                      int(slots[bad]), "Grow the cache or correct the slot.")
 
 
 def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -27,8 +27,7 @@ struct Arena {
 
 struct Scratch {
   Tokens tokens[2];
-  float *scores;
-  char *k_stage, *v_stage, *k_tail, *v_tail;
+  Buffers buffers;
   State *states;
   int64_t used;
 };
@@ -41,12 +40,17 @@ Scratch lay_out(const Problem &p, int64_t query_rows, int64_t heads, char *base)
     t.k = a.take<const char *>(p.tile);
     t.v = a.take<const char *>(p.tile);
   }
-  s.scores = a.take<float>(query_rows * dims.tile_padded);
+  Buffers &b = s.buffers;
+  b.scores = a.take<float>(pad_to(query_rows, 4) * dims.tile_padded);
+  b.k = a.take<const char *>(pad_to(p.tile, 4));
+  b.v = a.take<const char *>(pad_to(p.tile, 4));
+  b.k_tails = a.take<const char *>(pad_to(p.tile, 4));
+  b.v_tails = a.take<const char *>(pad_to(p.tile, 4));
   const bool stage = p.ks.dim != 1 || p.vs.dim != 1;
-  s.k_stage = stage ? a.take<char>(p.tile * p.D * 4) : nullptr;
-  s.v_stage = stage ? a.take<char>(p.tile * p.DV * 4) : nullptr;
-  s.k_tail = a.take<char>(p.tile * 2 * kW * 4);
-  s.v_tail = a.take<char>(p.tile * 2 * kW * 4);
+  b.k_stage = stage ? a.take<char>(p.tile * p.D * 4) : nullptr;
+  b.v_stage = stage ? a.take<char>(p.tile * p.DV * 4) : nullptr;
+  b.k_tail = a.take<char>(p.tile * 2 * kW * 4);
+  b.v_tail = a.take<char>(p.tile * 2 * kW * 4);
   s.states = a.take<State>(heads);
   for (int64_t i = 0; i < heads; ++i) {
     float *q = a.take<float>(query_rows * dims.d_padded);
@@ -164,18 +168,21 @@ void run_typed(const Job &job, int64_t first, int64_t count, char *memory) {
     reset(scratch.states[i]);
     load_q<T>(p, row, segs[i].head, scratch.states[i]);
   }
-  TileWork<T> work{p, row, scratch.scores, scratch.k_stage, scratch.v_stage, scratch.k_tail, scratch.v_tail};
+  TileWork<T> work{p, row, scratch.buffers};
   locate<T>(p, row, begin, scratch.tokens[0]);
   for (int64_t t = begin; t < end; ++t) {
     const Tokens &now = scratch.tokens[(t - begin) & 1];
-    Tokens &next = scratch.tokens[(t - begin + 1) & 1];
-    const bool more = t + 1 < end;
-    if (more) locate<T>(p, row, t + 1, next);
+    Tokens &later = scratch.tokens[(t - begin + 1) & 1];
+    if (t + 1 < end) locate<T>(p, row, t + 1, later);
     for (int64_t i = 0; i < count; ++i) {
       if (t < segs[i].begin || t >= segs[i].end) continue;
-      // While this tile is computed, the same head's next tile starts to move.
-      const bool fetch = more && t + 1 < segs[i].end;
-      work.run(scratch.states[i], segs[i].head, now, fetch ? &next : nullptr);
+      // While a tile is computed the one after it starts to move: of another head here, or of the first head further on.
+      Ahead ahead{nullptr, 0};
+      for (int64_t j = i + 1; j < count && !ahead.tokens; ++j)
+        if (t >= segs[j].begin && t < segs[j].end) ahead = {&now, segs[j].head};
+      for (int64_t j = 0; j < count && !ahead.tokens; ++j)
+        if (t + 1 >= segs[j].begin && t + 1 < segs[j].end) ahead = {&later, segs[j].head};
+      work.run(scratch.states[i], segs[i].head, now, ahead);
     }
   }
   for (int64_t i = 0; i < count; ++i) {

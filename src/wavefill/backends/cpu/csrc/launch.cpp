@@ -117,6 +117,10 @@ constexpr size_t kKeepBytes = size_t(256) << 20;
 // Softmax states that one worker walks the context for at a time; they should stay in the second-level cache.
 constexpr int64_t kBundleBytes = 128 << 10;
 
+// Below this many KV bytes (some 10 us of work) waking other threads costs more than they give. The schedule, and with
+// it every bit of the result, stays the same.
+constexpr int64_t kAloneBytes = 64 << 10;
+
 struct Call {
   Job job;
   const Kernel *kernel;
@@ -182,7 +186,10 @@ Report attention(const Problem &p, Kind kind, int64_t param, int64_t workers, in
     ws.worker_begin.push_back((int64_t)segs.size());
     call.worker_begin = ws.worker_begin.data();
   }
-  const int team = (int)std::min<int64_t>(threads, call.units);
+  int64_t tiles = 0;
+  for (const Segment &s : segs) tiles += s.end - s.begin;
+  const bool small = tiles * p.tile * (p.D + p.DV) * element_bytes(p.dtype) < kAloneBytes;
+  const int team = small ? 1 : (int)std::min<int64_t>(threads, call.units);
 
   int64_t query_rows = p.G;
   if (p.cu_q)
@@ -271,21 +278,29 @@ double read_bytes_per_second(const char *data, int64_t bytes, int threads) {
 
 // --- append -----------------------------------------------------------------------------------------------------
 
-void append(const Append &a, const int64_t *slots) {
-  for (int64_t i = 0; i < a.n; ++i) {
+static void append_one(const Append &a, const int64_t *slots, int64_t n, int64_t page_size) {
+  for (int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
-    const int64_t page = slots[i] / a.page_size, offset = slots[i] % a.page_size;
+    const int64_t page = slots[i] / page_size, offset = slots[i] % page_size;
     for (int64_t h = 0; h < a.heads; ++h) {
       const char *src = a.src + (i * a.src_token + h * a.src_head) * a.element;
-      char *dst = a.dst + (page * a.dst_strides.page + offset * a.dst_strides.token + h * a.dst_strides.head) * a.element;
-      if (a.src_dim == 1 && a.dst_strides.dim == 1) {
+      char *dst = a.dst + (page * a.to.page + offset * a.to.token + h * a.to.head) * a.element;
+      if (a.src_dim == 1 && a.to.dim == 1) {
         memcpy(dst, src, (size_t)(a.width * a.element));
         continue;
       }
       for (int64_t d = 0; d < a.width; ++d)
-        memcpy(dst + d * a.dst_strides.dim * a.element, src + d * a.src_dim * a.element, (size_t)a.element);
+        memcpy(dst + d * a.to.dim * a.element, src + d * a.src_dim * a.element, (size_t)a.element);
     }
   }
+}
+
+int64_t append(const Append &k, const Append &v, const int64_t *slots, int64_t n, int64_t page_size, int64_t pages) {
+  for (int64_t i = 0; i < n; ++i)
+    if (slots[i] >= pages * page_size) return i;
+  append_one(k, slots, n, page_size);
+  append_one(v, slots, n, page_size);
+  return -1;
 }
 
 }  // namespace wf

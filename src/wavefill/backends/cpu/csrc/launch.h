@@ -39,14 +39,16 @@ void merge_states(const char *outs, const float *lses, char *out, float *lse, in
                   DType dtype, int threads);
 double read_bytes_per_second(const char *data, int64_t bytes, int threads);
 
+// K or V of new tokens, [n, heads, width], on their way into a cache.
 struct Append {
-  const char *src;  // [n, heads, width]
+  const char *src;
   char *dst;
-  int64_t n, heads, width, element;
+  int64_t heads, width, element;
   int64_t src_token, src_head, src_dim;
-  Strides dst_strides;
-  int64_t page_size;
+  Strides to;
 };
-void append(const Append &a, const int64_t *slots);
+// Writes both; returns the first token whose slot lies past the cache (nothing is written then), or -1. A negative slot
+// skips its token.
+int64_t append(const Append &k, const Append &v, const int64_t *slots, int64_t n, int64_t page_size, int64_t pages);
 
 }  // namespace wf

@@ -82,13 +82,18 @@ std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> rows(const 
   return out;
 }
 
-void append(uintptr_t src, uintptr_t dst, uintptr_t slots, int64_t n, int64_t heads, int64_t width, int64_t element,
-            int64_t src_token, int64_t src_head, int64_t src_dim, int64_t page, int64_t token, int64_t head,
-            int64_t dim, int64_t page_size) {
-  wf::Append a{pointer<const char>(src), pointer<char>(dst), n, heads, width, element, src_token, src_head, src_dim,
-               {page, token, head, dim}, page_size};
+using Side = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+// A side is (source, cache, heads, width, source strides [3], cache strides without the page's [3]).
+int64_t append(const Side &k, const Side &v, int64_t k_page, int64_t v_page, uintptr_t slots, int64_t n, int64_t element,
+               int64_t page_size, int64_t pages) {
+  auto side = [&](const Side &s, int64_t page) {
+    return wf::Append{pointer<const char>(std::get<0>(s)), pointer<char>(std::get<1>(s)), std::get<2>(s), std::get<3>(s),
+                      element, std::get<4>(s), std::get<5>(s), std::get<6>(s),
+                      {page, std::get<7>(s), std::get<8>(s), std::get<9>(s)}};
+  };
   nb::gil_scoped_release release;
-  wf::append(a, pointer<const int64_t>(slots));
+  return wf::append(side(k, k_page), side(v, v_page), pointer<const int64_t>(slots), n, page_size, pages);
 }
 
 void merge(uintptr_t outs, uintptr_t lses, uintptr_t out, uintptr_t lse, int64_t n, int64_t rows, int64_t d, int dtype,

@@ -6,6 +6,8 @@
 
 namespace {
 
+#define WF_OUTLINE __attribute__((noinline))
+
 using wf::Problem;
 using wf::Row;
 
@@ -21,6 +23,20 @@ inline int64_t pad_to(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 struct Tokens {
   const char **k, **v;
   int64_t from, count;
+};
+
+// The tile that comes after the one at hand, or none.
+struct Ahead {
+  const Tokens *tokens;
+  int64_t head;
+};
+
+// A worker's memory for one tile.
+struct Buffers {
+  float *scores;        // [rows, tile_padded]: scores, then weights
+  const char **k, **v;              // per token of the tile, the head that is worked on
+  const char **k_tails, **v_tails;  // and the copy of its part that does not fill a block
+  char *k_stage, *v_stage, *k_tail, *v_tail;
 };
 
 // Running softmax state of the query rows (query tokens x G) of one KV head: accumulators, maxima and sums in one run
@@ -76,41 +92,65 @@ inline void store_q(float *q, int64_t at, const T *x) {
   }
 }
 
-// Scores of MR query rows against NT tokens; k[j] points at a token's head, tail[j] at its zero-padded last block.
+// One block (two vectors) of the dot products of MR query rows with NT tokens. Which side stays in registers while the
+// other passes by is written out, because compilers left to choose keep both and spill the sums.
 template <class T, int MR, int NT>
-inline void dots(const Problem &p, const float *q, int64_t q_stride, const T *const *k, const T *const *tail, V (&acc)[MR][NT]) {
-  const int64_t block = 2 * kW, full = p.D / block, blocks = (p.D + block - 1) / block;
-  for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NT; ++j) acc[i][j] = vzero();
-  for (int64_t b = 0; b < blocks; ++b) {
-    for (int j = 0; j < NT; ++j) {
-      const T *src = b < full ? k[j] + b * block : tail[j];
+WF_INLINE void dot_block(const float *q, int64_t q_stride, const T *const (&k)[NT], V (&acc)[MR][NT]) {
 #if defined(__AVX512BF16__)
-      if constexpr (PairDot<T>::value) {
-        const __m512bh x = (__m512bh)_mm512_loadu_si512(src);
-        for (int i = 0; i < MR; ++i) {
-          const __m512bh y = (__m512bh)_mm512_loadu_si512((const T *)q + i * q_stride + b * block);
-          acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x, y);
-        }
-        continue;
-      }
+  if constexpr (PairDot<T>::value) {
+    __m512bh x[NT];
+    for (int j = 0; j < NT; ++j) x[j] = (__m512bh)_mm512_loadu_si512(k[j]);
+    for (int i = 0; i < MR; ++i) {
+      const __m512bh y = (__m512bh)_mm512_loadu_si512(q + i * q_stride);
+      for (int j = 0; j < NT; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x[j], y);
+    }
+    return;
+  }
 #endif
+  if constexpr (MR > 2) {
+    V x0[NT], x1[NT];
+    for (int j = 0; j < NT; ++j) load_pair(k[j], x0[j], x1[j]);
+    for (int i = 0; i < MR; ++i) {
+      const V y0 = vload(q + i * q_stride), y1 = vload(q + i * q_stride + kW);
+      for (int j = 0; j < NT; ++j) acc[i][j] = vfma(x0[j], y0, acc[i][j]);
+      for (int j = 0; j < NT; ++j) acc[i][j] = vfma(x1[j], y1, acc[i][j]);
+    }
+  } else {
+    V y0[MR], y1[MR];
+    for (int i = 0; i < MR; ++i) y0[i] = vload(q + i * q_stride), y1[i] = vload(q + i * q_stride + kW);
+    for (int j = 0; j < NT; ++j) {
       V x0, x1;
-      load_pair(src, x0, x1);
-      for (int i = 0; i < MR; ++i) {
-        const float *y = q + i * q_stride + b * block;
-        acc[i][j] = vfma(x0, vload(y), acc[i][j]);
-        acc[i][j] = vfma(x1, vload(y + kW), acc[i][j]);
-      }
+      load_pair(k[j], x0, x1);
+      for (int i = 0; i < MR; ++i) acc[i][j] = vfma(x0, y0[i], acc[i][j]);
+      for (int i = 0; i < MR; ++i) acc[i][j] = vfma(x1, y1[i], acc[i][j]);
     }
   }
 }
 
+// Scores of MR query rows against NT tokens; k[j] points at a token's head, tail[j] at its zero-padded last block.
+// q_stride counts floats between query rows.
+template <class T, int MR, int NT>
+WF_INLINE void dots(int64_t width, const float *q, int64_t q_stride, const T *const *k, const T *const *tail,
+                    V (&acc)[MR][NT]) {
+  constexpr int64_t block = 2 * kW, step = PairDot<T>::value ? block / 2 : block;
+  const T *at[NT];
+  for (int j = 0; j < NT; ++j) at[j] = k[j];
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NT; ++j) acc[i][j] = vzero();
+  for (int64_t b = width / block; b > 0; --b) {
+    dot_block<T, MR, NT>(q, q_stride, at, acc);
+    for (int j = 0; j < NT; ++j) at[j] += block;
+    q += step;
+  }
+  if (width % block) {
+    for (int j = 0; j < NT; ++j) at[j] = tail[j];
+    dot_block<T, MR, NT>(q, q_stride, at, acc);
+  }
+}
+
 #if defined(__AVX512F__)
-constexpr int kTokens4 = 4;  // tokens at a time for four rows: 32 registers hold 16 sums
-constexpr int kBlocks4 = 2;
+constexpr int kBlocks4 = 2;  // 32 registers hold more sums
 #else
-constexpr int kTokens4 = 2;
 constexpr int kBlocks4 = 1;
 #endif
 
@@ -118,102 +158,95 @@ template <class T>
 struct TileWork {
   const Problem &p;
   const Row &row;
-  float *scores;
-  char *k_stage, *v_stage, *k_tail, *v_tail;
+  Buffers buffers;
 
-  // Adds the tile `now` to the state of `head`; `next`, if any, is prefetched meanwhile.
-  void run(State &s, int64_t head, const Tokens &now, const Tokens *next) {
+  // Adds the tile `now` to the state of `head`; `ahead` is prefetched meanwhile.
+  void run(State &s, int64_t head, const Tokens &now, const Ahead &ahead) {
     const int64_t n = now.count;
-    const Source k = source(now.k, n, head, p.ks, p.D, k_stage, k_tail);
-    const Source v = source(now.v, n, head, p.vs, p.DV, v_stage, v_tail);
-    score(s, k, n, head, next);
+    gather(now.k, n, head, p.ks, p.D, buffers.k, buffers.k_tails, buffers.k_stage, buffers.k_tail);
+    gather(now.v, n, head, p.vs, p.DV, buffers.v, buffers.v_tails, buffers.v_stage, buffers.v_tail);
+    score(s, n, ahead);
     soft_max(s, now.from, n);
-    accumulate(s, v, n);
+    accumulate(s, n, ahead);
   }
 
  private:
-  // Where the elements of a head lie: token i at base[i] + offset, its last partial block in `tail` when there is one.
-  struct Source {
-    const char *const *base;
-    int64_t offset;
-    const T *staged;  // set when the elements had to be gathered (innermost stride other than 1)
-    int64_t width;
-    const T *tail;
-    const T *at(int64_t i) const { return staged ? staged + i * width : (const T *)(base[i] + offset); }
-    const T *last(int64_t i) const { return tail + i * 2 * kW; }
-  };
-
-  static Source source(const char *const *tokens, int64_t n, int64_t head, const wf::Strides &st, int64_t width,
-                       char *stage, char *tail) {
-    Source s{tokens, head * st.head * (int64_t)sizeof(T), nullptr, width, (const T *)tail};
+  // Finds `head` of every token of the tile. Elements that do not lie next to each other are copied to `stage`; the
+  // part that does not fill a block goes to `tail`, padded with zeros, so that nothing past a head is ever read.
+  static void gather(const char *const *tokens, int64_t n, int64_t head, const wf::Strides &st, int64_t width,
+                     const char **out, const char **tails, char *stage, char *tail) {
+    const int64_t offset = head * st.head * (int64_t)sizeof(T);
+    for (int64_t i = 0; i < n; ++i) out[i] = tokens[i] + offset;
     if (st.dim != 1) {
       T *to = (T *)stage;
       for (int64_t i = 0; i < n; ++i) {
-        const T *from = (const T *)(tokens[i] + s.offset);
+        const T *from = (const T *)out[i];
         for (int64_t d = 0; d < width; ++d) to[i * width + d] = from[d * st.dim];
+        out[i] = (const char *)(to + i * width);
       }
-      s.staged = to;
     }
-    const int64_t block = 2 * kW, full = width / block * block;
+    constexpr int64_t block = 2 * kW;
+    const int64_t full = width / block * block;
     if (full < width) {
       T *to = (T *)tail;
       memset(tail, 0, (size_t)(n * block) * sizeof(T));
-      for (int64_t i = 0; i < n; ++i) memcpy(to + i * block, s.at(i) + full, (size_t)(width - full) * sizeof(T));
+      for (int64_t i = 0; i < n; ++i) {
+        memcpy(to + i * block, (const T *)out[i] + full, (size_t)(width - full) * sizeof(T));
+        tails[i] = (const char *)(to + i * block);
+      }
     }
-    return s;
+    // Scores are made four tokens at a time: past the last token its address is repeated, and what comes of it lands in
+    // the padding of the scores and is overwritten.
+    for (int64_t i = n; i % 4; ++i) out[i] = out[n - 1], tails[i] = tails[n - 1];
   }
 
-  static void prefetch(const char *from, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(from + b, 0, kPrefetchLevel);
+  // Starts the loads of one head of tokens [from, to), as far as the tile has them.
+  WF_INLINE static void fetch(const char *const *tokens, int64_t head_offset, int64_t width, int64_t from, int64_t to,
+                              int64_t count) {
+    const int64_t offset = head_offset * (int64_t)sizeof(T), bytes = width * (int64_t)sizeof(T);
+    for (int64_t t = from; t < to && t < count; ++t)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(tokens[t] + offset + b, 0, kPrefetchLevel);
   }
 
-  void score(State &s, const Source &k, int64_t n, int64_t head, const Tokens *next) {
+  void score(State &s, int64_t n, const Ahead &ahead) {
     const Dims dims = dims_of(p);
-    const int64_t stride = dims.tile_padded;
+    const int64_t stride = dims.tile_padded, q_stride = PairDot<T>::value ? dims.d_padded / 2 : dims.d_padded;
+    const T *const *k = (const T *const *)buffers.k, *const *k_tails = (const T *const *)buffers.k_tails;
     for (int64_t t = 0; t < n; t += 4) {
-      if (next) {
-        for (int64_t j = t; j < t + 4 && j < next->count; ++j) {
-          prefetch(next->k[j] + head * p.ks.head * (int64_t)sizeof(T), p.D * (int64_t)sizeof(T));
-          prefetch(next->v[j] + head * p.vs.head * (int64_t)sizeof(T), p.DV * (int64_t)sizeof(T));
-        }
-      }
-      // Past the last token its address is repeated: those scores land in the padding and are overwritten.
-      const T *kp[4], *tail[4];
-      for (int64_t j = 0; j < 4; ++j) {
-        const int64_t token = t + j < n ? t + j : n - 1;
-        kp[j] = k.at(token), tail[j] = k.last(token);
-      }
-      const int64_t q_step = PairDot<T>::value ? dims.d_padded / 2 : dims.d_padded;  // floats between rows
-      int64_t r = 0;
-      for (; r + 4 <= s.rows; r += 4) rows4(s.q + r * q_step, dims.d_padded, kp, tail, scores + r * stride + t, stride);
-      const float *q = s.q + r * q_step;
-      float *to = scores + r * stride + t;
-      switch (s.rows - r) {
-        case 3: few<3>(q, dims.d_padded, kp, tail, to, stride); break;
-        case 2: few<2>(q, dims.d_padded, kp, tail, to, stride); break;
-        case 1: few<1>(q, dims.d_padded, kp, tail, to, stride); break;
-      }
+      if (ahead.tokens) fetch(ahead.tokens->k, ahead.head * p.ks.head, p.D, t, t + 4, ahead.tokens->count);
+      const float *q = s.q;
+      float *to = buffers.scores + t;
+      int64_t r = s.rows;
+      for (; r >= 4; r -= 4, q += 4 * q_stride, to += 4 * stride) pairs<4>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
+      if (r == 3) pairs<3>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
+      if (r == 2) quads<2>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
+      if (r == 1) quads<1>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
     }
   }
 
-  void rows4(const float *q, int64_t q_stride, const T *const *kp, const T *const *tail, float *to, int64_t stride) {
-    if constexpr (kTokens4 == 4) {
-      few<4>(q, q_stride, kp, tail, to, stride);
-    } else {
-      for (int j = 0; j < 4; j += 2) {
-        V acc[4][2];
-        dots<T, 4, 2>(p, q, q_stride, kp + j, tail + j, acc);
-        store22(to + j, to + stride + j, vsum4(acc[0][0], acc[0][1], acc[1][0], acc[1][1]));
-        store22(to + 2 * stride + j, to + 3 * stride + j, vsum4(acc[2][0], acc[2][1], acc[3][0], acc[3][1]));
-      }
-    }
+  // MR rows against four tokens: all at once, or two by two where that is what the registers hold.
+  template <int MR>
+  WF_OUTLINE static void quads(int64_t width, const float *q, int64_t q_stride, const T *const *k, const T *const *tail,
+                               float *to, int64_t stride) {
+    V acc[MR][4];
+    dots<T, MR, 4>(width, q, q_stride, k, tail, acc);
+    for (int i = 0; i < MR; ++i) store4(to + i * stride, vsum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
   }
 
   template <int MR>
-  void few(const float *q, int64_t q_stride, const T *const *kp, const T *const *tail, float *to, int64_t stride) {
-    V acc[MR][4];
-    dots<T, MR, 4>(p, q, q_stride, kp, tail, acc);
-    for (int i = 0; i < MR; ++i) store4(to + i * stride, vsum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+  WF_OUTLINE static void pairs(int64_t width, const float *q, int64_t q_stride, const T *const *k, const T *const *tail,
+                               float *to, int64_t stride) {
+#if defined(__AVX512F__)
+    quads<MR>(width, q, q_stride, k, tail, to, stride);
+#else
+    for (int j = 0; j < 4; j += 2) {
+      V acc[MR][2];
+      dots<T, MR, 2>(width, q, q_stride, k + j, tail + j, acc);
+      store22(to + j, to + stride + j, vsum4(acc[0][0], acc[0][1], acc[1][0], acc[1][1]));
+      const int last = MR - 1;  // with three rows the third stands alone
+      store22(to + 2 * stride + j, to + last * stride + j, vsum4(acc[2][0], acc[2][1], acc[last][0], acc[last][1]));
+    }
+#endif
   }
 
   // Turns scores into weights exp(score - max) in place and brings the state to the new maximum.
@@ -221,7 +254,7 @@ struct TileWork {
     const Dims dims = dims_of(p);
     const int64_t padded = pad_to(n, kW);
     for (int64_t r = 0; r < s.rows; ++r) {
-      float *x = scores + r * dims.tile_padded;
+      float *x = buffers.scores + r * dims.tile_padded;
       for (int64_t t = n; t < padded; ++t) x[t] = -INFINITY;
       const int64_t pos = row.pos0 + r / p.G;
       int64_t lo = 0, hi = n;  // keys of this tile that the row sees
@@ -267,49 +300,76 @@ struct TileWork {
     return top;
   }
 
-  void accumulate(State &s, const Source &v, int64_t n) {
+  // V of the tile ahead is fetched a few tokens between every two passes, so that the memory bus never rests.
+  void accumulate(State &s, int64_t n, const Ahead &ahead) {
     const Dims dims = dims_of(p);
-    const int64_t stride = dims.tile_padded;
+    const int64_t passes = (s.rows + 3) / 4 * (dims.dv_padded / (2 * kW));
+    Fetch next{ahead, 0, ahead.tokens ? (ahead.tokens->count + passes - 1) / passes : 0};
     int64_t r = 0;
-    for (; r + 4 <= s.rows; r += 4) weigh<4, kBlocks4>(s, r, v, n, stride, dims.dv_padded);
-    switch (s.rows - r) {
-      case 3: weigh<3, 2>(s, r, v, n, stride, dims.dv_padded); break;
-      case 2: weigh<2, 2>(s, r, v, n, stride, dims.dv_padded); break;
-      case 1: weigh<1, 4>(s, r, v, n, stride, dims.dv_padded); break;
-    }
+    for (; r + 4 <= s.rows; r += 4) weigh<4, kBlocks4>(s, r, n, dims, next);
+    if (s.rows - r == 3) weigh<3, 2>(s, r, n, dims, next);
+    if (s.rows - r == 2) weigh<2, 2>(s, r, n, dims, next);
+    if (s.rows - r == 1) weigh<1, 4>(s, r, n, dims, next);
+  }
+
+  struct Fetch {
+    const Ahead &ahead;
+    int64_t done, step;  // tokens
+  };
+
+  void fetch_v(Fetch &f, int64_t blocks) {
+    if (!f.ahead.tokens) return;
+    const int64_t to = f.done + f.step * blocks;
+    fetch(f.ahead.tokens->v, f.ahead.head * p.vs.head, p.DV, f.done, to, f.ahead.tokens->count);
+    f.done = to;
   }
 
   // acc[r .. r + MR] += P.V, NB blocks of the head size at a time.
   template <int MR, int NB>
-  void weigh(State &s, int64_t r, const Source &v, int64_t n, int64_t stride, int64_t dv) {
-    const int64_t block = 2 * kW, full = p.DV / block;
+  void weigh(State &s, int64_t r, int64_t n, const Dims &dims, Fetch &next) {
+    constexpr int64_t block = 2 * kW;
+    const float *weights = buffers.scores + r * dims.tile_padded;
+    const T *const *v = (const T *const *)buffers.v;
+    float *acc = s.acc() + r * dims.dv_padded;
+    const int64_t full = p.DV / block;
     int64_t b = 0;
-    for (; b + NB <= full; b += NB) columns<MR, NB>(s, r, v, n, stride, dv, b, false);
-    for (; b < full; ++b) columns<MR, 1>(s, r, v, n, stride, dv, b, false);
-    if (full * block < p.DV) columns<MR, 1>(s, r, v, n, stride, dv, full, true);
+    for (; b + NB <= full; b += NB) {
+      fetch_v(next, NB);
+      columns<MR, NB>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, v, b * block, n);
+    }
+    for (; b < full; ++b) {
+      fetch_v(next, 1);
+      columns<MR, 1>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, v, b * block, n);
+    }
+    if (full * block == p.DV) return;
+    fetch_v(next, 1);
+    const T *const *tails = (const T *const *)buffers.v_tails;
+    columns<MR, 1>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, tails, 0, n);
   }
 
   template <int MR, int NB>
-  void columns(State &s, int64_t r, const Source &v, int64_t n, int64_t stride, int64_t dv, int64_t b, bool tail) {
-    const int64_t block = 2 * kW;
+  WF_OUTLINE static void columns(float *acc_at, int64_t dv, const float *weights, int64_t stride, const T *const *v,
+                                 int64_t offset, int64_t n) {
     V acc[MR][2 * NB];
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < 2 * NB; ++j) acc[i][j] = vload(s.acc() + (r + i) * dv + b * block + j * kW);
-    const float *weights = scores + r * stride;
+    const float *w[MR];
+    for (int i = 0; i < MR; ++i) {
+      w[i] = weights + i * stride;
+      for (int j = 0; j < 2 * NB; ++j) acc[i][j] = vload(acc_at + i * dv + j * kW);
+    }
     for (int64_t t = 0; t < n; ++t) {
-      const T *src = tail ? v.last(t) : v.at(t) + b * block;
+      const T *src = v[t] + offset;
       for (int j = 0; j < NB; ++j) {
         V x0, x1;
-        load_pair(src + j * block, x0, x1);
+        load_pair(src + j * 2 * kW, x0, x1);
         for (int i = 0; i < MR; ++i) {
-          const V w = vset(weights[i * stride + t]);
-          acc[i][2 * j] = vfma(w, x0, acc[i][2 * j]);
-          acc[i][2 * j + 1] = vfma(w, x1, acc[i][2 * j + 1]);
+          const V y = vset(w[i][t]);
+          acc[i][2 * j] = vfma(y, x0, acc[i][2 * j]);
+          acc[i][2 * j + 1] = vfma(y, x1, acc[i][2 * j + 1]);
         }
       }
     }
     for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < 2 * NB; ++j) vstore(s.acc() + (r + i) * dv + b * block + j * kW, acc[i][j]);
+      for (int j = 0; j < 2 * NB; ++j) vstore(acc_at + i * dv + j * kW, acc[i][j]);
   }
 };
 

@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#define WF_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 struct f16 {
@@ -43,12 +45,12 @@ inline V vzero_below(V a, V x, float limit) {
 inline __m256 fold(V a) {
   return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
 }
-inline void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
-inline void load_pair(const f16 *p, V &a, V &b) {
+WF_INLINE void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
+WF_INLINE void load_pair(const f16 *p, V &a, V &b) {
   a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
   b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + kW)));
 }
-inline void load_pair(const bf16 *p, V &a, V &b) {
+WF_INLINE void load_pair(const bf16 *p, V &a, V &b) {
   __m512i x = _mm512_loadu_si512(p);
   a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)));
@@ -84,12 +86,12 @@ inline V vscale2(V a, V n) {
 }
 inline V vzero_below(V a, V x, float limit) { return _mm256_andnot_ps(_mm256_cmp_ps(x, vset(limit), _CMP_LT_OQ), a); }
 inline __m256 fold(V a) { return a; }
-inline void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
-inline void load_pair(const f16 *p, V &a, V &b) {
+WF_INLINE void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
+WF_INLINE void load_pair(const f16 *p, V &a, V &b) {
   a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
   b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + kW)));
 }
-inline void load_pair(const bf16 *p, V &a, V &b) {
+WF_INLINE void load_pair(const bf16 *p, V &a, V &b) {
   __m256i x = _mm256_loadu_si256((const __m256i *)p);
   a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)));
@@ -130,7 +132,7 @@ inline V vscale2(V a, V n) {
   return a * (V)e;
 }
 inline V vzero_below(V a, V x, float limit) { return vselect(x < vset(limit), vzero(), a); }
-inline void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
+WF_INLINE void load_pair(const float *p, V &a, V &b) { a = vload(p), b = vload(p + kW); }
 inline float f16_to_float(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023u;
   uint32_t bits;
@@ -145,10 +147,10 @@ inline float f16_to_float(uint16_t h) {
   memcpy(&x, &bits, 4);
   return x;
 }
-inline void load_pair(const f16 *p, V &a, V &b) {
+WF_INLINE void load_pair(const f16 *p, V &a, V &b) {
   for (int i = 0; i < kW; ++i) a[i] = f16_to_float(p[i].bits), b[i] = f16_to_float(p[i + kW].bits);
 }
-inline void load_pair(const bf16 *p, V &a, V &b) {
+WF_INLINE void load_pair(const bf16 *p, V &a, V &b) {
   VU x;
   memcpy(&x, p, sizeof x);
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
