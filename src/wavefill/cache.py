@@ -290,6 +290,27 @@ class PagedKVCache:
         current.missing -= writing
         self._open = current if current.missing else None
 
+    def reserve(self, requests: int | Iterable[int], counts: Iterable[int]) -> Tensor:
+        """Claims room for new tokens whose keys and values the caller writes: [tokens] int64 slots of `view(layer)`.
+
+        For a model that writes many layers a step through `torch.ops.wavefill.append`, or a kernel of its own: the
+        bookkeeping is done here, once. A slot is page * page_size + offset, in the order of `append`. The lengths
+        count the tokens at once; `truncate` takes them back.
+
+        requests: distinct ids.
+        counts:   tokens of each request.
+
+        Raises OutOfPages when there are fewer free pages than it takes.
+        """
+        ids, sizes = _ids(requests), tuple(counts)
+        for i in ids:
+            self._settled(i)
+        _matched(ids, sizes)
+        planned = self._plan(ids, sizes)
+        self._pages.claim(planned.step)
+        self._changed(pages=bool(planned.step.placed))
+        return planned.slots
+
     def cancel_step(self) -> None:
         """Takes back the step that some layers have written and others have not, if there is one.
 
@@ -322,9 +343,7 @@ class PagedKVCache:
             sizes = (tokens // (len(ids) or 1),) * len(ids)
         else:
             sizes = tuple(counts)
-            if len(sizes) != len(ids) or any(not isinstance(n, int) or n < 0 for n in sizes):
-                raise invalid("counts", f"must be one number of tokens, 0 or more, for each of {len(ids)} requests",
-                              sizes, "Give them in the order of requests.")
+            _matched(ids, sizes)
             if sum(sizes) != tokens:
                 raise invalid("counts", f"must add up to the {tokens} tokens of k", sizes, "Pack k and v to match.")
         return sizes
@@ -375,6 +394,12 @@ def _ids(requests: int | Iterable[int]) -> tuple[int, ...]:
 def _distinct(ids: tuple[int, ...]) -> None:
     if len(ids) > 1 and len(set(ids)) != len(ids):
         raise invalid("requests", "must be distinct", list(ids), "Name each request once.")
+
+
+def _matched(ids: tuple[int, ...], counts: tuple[int, ...]) -> None:
+    if len(counts) != len(ids) or any(not isinstance(n, int) or n < 0 for n in counts):
+        raise invalid("counts", f"must be one number of tokens, 0 or more, for each of {len(ids)} requests", counts,
+                      "Give them in the order of requests.")
 
 
 def _tensor(name: str, value: object) -> None:
