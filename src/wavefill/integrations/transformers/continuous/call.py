@@ -90,22 +90,9 @@ def forward(
 
 
 @dataclass(frozen=True)
-class Attention:
-    """The attention function for the name that a model has while a manager lives.
-
-    plain: the function for all but paged calls: `generate` may run in the meantime.
-    """
-
-    plain: Callable[..., Any]
-
-    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        function = forward if is_paged_call(kwargs) else self.plain
-        return function(module, query, key, value, *args, **kwargs)
-
-
-@dataclass(frozen=True)
 class Mask:
-    """The mask function beside `Attention`: none for a paged forward pass, whose lengths say everything."""
+    """The mask function of a name that a model has while a manager lives: none for a paged forward pass, whose lengths
+    say everything, and `plain` for others, since `generate` may run in the meantime."""
 
     plain: Callable[..., Any]
 

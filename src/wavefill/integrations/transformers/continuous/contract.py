@@ -80,8 +80,8 @@ class Contract(ABC):
 
     first, last: the oldest and newest minor release that were tested with it.
     prefix:      what `generate_batch` wants before the name of an attention implementation.
-    needs:       keyword arguments that a call must have.
-    refuses:     keyword arguments that a call must not have: they are those of a neighbouring contract.
+    needs:       keyword arguments that an attention call must have.
+    refuses:     keyword arguments that it must not have: they are those of a neighbouring contract.
     """
 
     first: tuple[int, int]
@@ -111,12 +111,19 @@ class Contract(ABC):
         tokens: T, query tokens of the call. k, v: [1, KH, N, D] as they came. `kwargs` may be edited.
         """
 
+    def check_pass(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise unless a forward pass of the whole model carries what this contract says."""
+        self._check("a forward pass", kwargs, self.needs | {"cache"}, self.refuses - {"cache"})
+
     def check_call(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise unless the call carries what this contract says; another contract's call must never be guessed at."""
-        missing, foreign = sorted(self.needs - kwargs.keys()), sorted(self.refuses & kwargs.keys())
+        """Raise unless an attention call carries what this contract says: another's must never be guessed at."""
+        self._check("a call", kwargs, self.needs, self.refuses)
+
+    def _check(self, what: str, kwargs: Mapping[str, Any], needs: frozenset[str], refuses: frozenset[str]) -> None:
+        missing, foreign = sorted(needs - kwargs.keys()), sorted(refuses & kwargs.keys())
         if missing or foreign:
-            raise self.mismatch(f"a call without {missing} and with {foreign}" if foreign else
-                                f"a call without {missing}")
+            parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(foreign)}"] * bool(foreign)
+            raise self.mismatch(f"{what} {' and '.join(parts)}")
 
     def check_new(self, tokens: int, k: Tensor) -> None:
         """Raise unless k [1, KH, N, D] holds the new tokens alone: no one has updated the cache yet."""

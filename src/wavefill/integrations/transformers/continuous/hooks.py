@@ -27,7 +27,7 @@ from weakref import WeakSet
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from wavefill.integrations.transformers.continuous.call import MARKS, Attention, Mask, Pass, set_current
+from wavefill.integrations.transformers.continuous.call import MARKS, Mask, Pass, set_current
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract, Shape
 from wavefill.integrations.transformers.continuous.detect import detect, refusal
 from wavefill.integrations.transformers.names import previous_of
@@ -52,10 +52,15 @@ _contracts: dict[tuple[str, type], Contract] = {}
 
 def contract_of(model: PreTrainedModel) -> Contract:
     """The contract between the installed transformers and `model`; `BackendUnavailable` when it is no tested one."""
-    key = (transformers.__version__, type(model))
+    key = (installed(), type(model))
     if key not in _contracts:
-        _contracts[key] = detect(transformers.__version__, _shape(model))
+        _contracts[key] = detect(installed(), _shape(model))
     return _contracts[key]
+
+
+def installed() -> str:
+    """The release of transformers that this process runs."""
+    return str(transformers.__version__)
 
 
 def _shape(model: PreTrainedModel) -> Shape:
@@ -70,7 +75,7 @@ def _shape(model: PreTrainedModel) -> Shape:
         return Shape(update=_parameters(cache.update), call=frozenset(call.__annotations__),
                      cache=frozenset(vars(cache)), layer=_layer_parameters(model))
     except (ImportError, AttributeError) as missing:
-        raise refusal("must have what wavefill hooks into", f"{transformers.__version__}: {missing}") from None
+        raise refusal("must have what wavefill hooks into", f"{installed()}: {missing}") from None
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
@@ -93,7 +98,7 @@ def plain_name(name: str) -> str:
 def _paged_name(contract: Contract, plain: str) -> str:
     """Register the attention and the mask of `plain` for continuous batching; doing it again changes nothing."""
     name = f"{contract.prefix}{_PREFIX}{plain}"
-    AttentionInterface.register(name, Attention(AttentionInterface()[plain]))
+    AttentionInterface.register(name, AttentionInterface()[plain])
     AttentionMaskInterface.register(name, Mask(AttentionMaskInterface()[plain]))
     return name
 
@@ -101,7 +106,11 @@ def _paged_name(contract: Contract, plain: str) -> str:
 # -- the paged forward pass ----------------------------------------------------------------------------------------
 
 def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    set_current(None if MARKS.isdisjoint(kwargs) else Pass(contract_of(model)))
+    set_current(None)
+    if not MARKS.isdisjoint(kwargs):
+        contract = contract_of(model)
+        contract.check_pass(kwargs)
+        set_current(Pass(contract))
 
 
 def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
@@ -144,7 +153,7 @@ def init_continuous_batching(
         self.config._attn_implementation = name
         raise
     if not hasattr(manager, "_original_attn_impl"):
-        raise refusal("must let its manager restore the model's attention", transformers.__version__)
+        raise refusal("must let its manager restore the model's attention", installed())
     manager._original_attn_impl = plain  # what `manager.stop` goes back to
     if manager not in _managers:
         manager.continuous_batching_config.max_blocks_per_request = blocks
