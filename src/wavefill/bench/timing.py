@@ -78,11 +78,11 @@ def interleave(
 class ReadBandwidth:
     """The machine's read bandwidth, measured again and again between other work."""
 
-    def __init__(self, nbytes: int = ROTATED_BYTES) -> None:
+    def __init__(self) -> None:
         import torch
 
         # Written once, so that every page is memory of its own and not the system's one page of zeros.
-        self._buffer: Tensor = torch.ones(nbytes, dtype=torch.uint8)
+        self._buffer: Tensor = torch.ones(ROTATED_BYTES, dtype=torch.uint8)
         self._rates: list[float] = []
 
     def measure(self) -> float:

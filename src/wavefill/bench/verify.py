@@ -8,10 +8,12 @@ from torch import Tensor
 from wavefill import reference
 from wavefill.bench.inputs import Inputs
 
-#: Error that any 16- or 32-bit implementation stays under, in units of the dtype's eps times the largest output.
-PEER_EPS = 4.0
-#: wavefill's error may be this many times sdpa's, or half a unit of rounding, whichever is larger.
+#: wavefill's error may be this many times sdpa's, or rounding, whichever is larger.
 FACTOR = 2.0
+#: A peer's error may be this many times rounding: it may hold its probabilities in 16 bits.
+PEER_FACTOR = 4.0
+#: Rounding of the float32 sums: units of float32's eps, for values up to the largest that a normal distribution gives.
+SUM_EPS, LARGEST_VALUE = 16.0, 8.0
 
 
 def oracle(inputs: Inputs) -> Tensor:
@@ -26,12 +28,17 @@ def error(result: Tensor, exact: Tensor) -> float:
     return float(difference) if torch.isfinite(difference) else float("inf")
 
 
+def rounding(exact: Tensor, dtype: torch.dtype) -> float:
+    """What rounding alone makes of the error: of the output to `dtype`, and of sums in float32."""
+    sums = SUM_EPS * torch.finfo(torch.float32).eps * LARGEST_VALUE
+    return torch.finfo(dtype).eps * float(exact.abs().max()) + sums
+
+
 def peer_bound(exact: Tensor, dtype: torch.dtype) -> float:
     """What a peer's error must stay under to count as a right result."""
-    return PEER_EPS * torch.finfo(dtype).eps * float(exact.abs().max())
+    return PEER_FACTOR * rounding(exact, dtype)
 
 
 def bound(exact: Tensor, dtype: torch.dtype, sdpa_error: float | None) -> float:
     """What wavefill's error must stay under; sdpa_error is None where sdpa did not run or was itself wrong."""
-    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
-    return max(rounding, FACTOR * min(sdpa_error or 0.0, peer_bound(exact, dtype)))
+    return max(rounding(exact, dtype), FACTOR * min(sdpa_error or 0.0, peer_bound(exact, dtype)))

@@ -9,10 +9,7 @@ from typing import Annotated
 
 import typer
 
-from wavefill.cli import _errors, bench
-from wavefill.cli.doctor import doctor
-from wavefill.cli.explain import explain
-from wavefill.cli.generate import generate
+from wavefill.cli import _errors, bench, doctor, explain, generate
 
 __all__ = ["app", "main"]
 
@@ -36,10 +33,10 @@ def _options(
     """Long-context LLM decoding as fast as the memory bus allows."""
 
 
-app.command()(generate)
+app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
-app.command()(explain)
-app.command()(doctor)
+app.command()(explain.explain)
+app.command()(doctor.doctor)
 
 
 def main() -> None:

@@ -1,0 +1,174 @@
+"""The command line as a user meets it: exit codes, messages, JSON, no traceback, no network, quick to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from wavefill import __version__, cli, env
+from wavefill.cli import _errors
+from wavefill.spec import InvalidArgument, OutOfPages
+
+runner = CliRunner()
+
+
+def run(*arguments: str) -> Result:
+    return runner.invoke(cli.app, list(arguments))
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
+                          env={**os.environ, **variables})
+
+
+def test_version() -> None:
+    assert run("--version").output == f"wavefill {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [
+    (), ("generate",), ("bench",), ("bench", "kernels"), ("bench", "overhead"), ("explain",), ("doctor",),
+], ids=lambda a: "_".join(a) or "top")
+def test_help_of_every_command(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("generate", "--model", "no/such/folder"), ["model", "smollm2", "no/such/folder", "save_pretrained"]),
+    (("generate", "--compare", "flash"), ["--compare", "sdpa", "'flash'"]),
+    (("generate", "--dtype", "int4"), ["--dtype", "float32, bfloat16, both", "'int4'"]),
+    (("generate", "--prompt", "no-such-file.txt"), ["no-such-file.txt", "No such file"]),
+    (("bench", "kernels", "--rows", "llama9"), ["rows", "llama8b-b1-1k", "'llama9'"]),
+    (("bench", "kernels", "--schedules", "fastest"), ["--schedules", "stream_k", "'fastest'"]),
+    (("bench", "kernels", "--rows", "llama8b-b1-1k", "--layout", "blocks"), ["layout", "contiguous", "'blocks'"]),
+    (("bench", "kernels", "--rows", "llama8b-b1-1k", "--dtype", "int8"), ["dtype", "bfloat16", "'int8'"]),
+    (("explain",), ["--lens"]),
+], ids=lambda value: "_".join(value).replace("--", "") if isinstance(value, tuple) else "")
+def test_mistakes_get_a_message_and_exit_code_2(arguments: tuple[str, ...], words: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_prompt_that_is_not_text(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"ab\xff\xfe")
+    result = run("generate", "--prompt", str(file))
+    assert result.exit_code == 2
+    assert "UTF-8" in result.stderr
+    assert "byte 2" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("nothing",), ("generate", "--max-new-tokens", "0"), ("doctor", "--frobnicate")],
+                         ids=" ".join)
+def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("error", "code", "words"), [
+    (InvalidArgument("scale: must be positive"), 2, "scale: must be positive"),
+    (OutOfPages("no pages left"), 2, "no pages left"),
+    (ModuleNotFoundError("No module named 'transformers'", name="transformers.models"), 2,
+     "pip install 'wavefill[transformers]'"),
+    (PermissionError(13, "Permission denied", "report.json"), 2, "report.json: Permission denied"),
+    (MemoryError(), 2, "not enough memory"),
+    (RuntimeError("the sky fell"), 1, "unexpected RuntimeError: the sky fell"),
+    (ModuleNotFoundError("No module named 'wavefill.nothing'", name="wavefill.nothing"), 1, "WAVEFILL_DEBUG=1"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+], ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "")
+def test_errors_have_an_exit_code_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("wavefill.select.explain", lambda *a, **k: fail())
+    result = run("explain", "--lens", "10")
+    assert result.exit_code == code
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_debug_shows_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAVEFILL_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="the sky fell"), _errors.plain_errors():
+        raise RuntimeError("the sky fell")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for a child process")
+def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
+    # A prompt from standard input that never comes: the command waits, with its signal handling in place.
+    child = subprocess.Popen([sys.executable, "-c", "from wavefill.cli import main; print('up', flush=True); main()",
+                              "generate", "--prompt", "-"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "up\n"
+    time.sleep(1.0)
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in stderr
+
+
+def test_starting_up_loads_neither_torch_nor_numpy() -> None:
+    heavy = ("torch", "numpy", "transformers")
+    done = python(f"import sys, wavefill.cli; print([m for m in {heavy} if m in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_importing_wavefill_is_cheap() -> None:
+    """Processor time, which other work on the machine stretches less than time on the clock; the best of three."""
+    code = ("import time; start = time.process_time(); import wavefill; "
+            "print(time.process_time() - start)")
+    assert min(float(python(code).stdout) for _ in range(3)) < 0.3
+
+
+def test_commands_of_the_core_install_run_without_torch() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'gguf', 'safetensors'))); "
+    call = "sys.argv = ['wavefill', *{}]; from wavefill.cli import main; main()"
+    explained = python(blocked + call.format(["explain", "--lens", "4096", "--json"]))
+    assert json.loads(explained.stdout), explained.stderr
+    generated = python(blocked + call.format(["generate"]))
+    assert generated.returncode == 2
+    assert "pip install 'wavefill[" in generated.stderr
+    assert "Traceback" not in generated.stderr
+
+
+def test_no_command_opens_a_connection() -> None:
+    code = ("import socket, sys\n"
+            "def refuse(*a): raise SystemExit('a connection was opened')\n"
+            "socket.socket.connect = socket.getaddrinfo = refuse\n"
+            "sys.argv = ['wavefill', 'doctor', '--json']\n"
+            "from wavefill.cli import main; main()")
+    done = python(code)
+    assert json.loads(done.stdout), done.stderr
+
+
+def test_environment_variables_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert len(env.VARIABLES) <= 10
+    assert all(variable.name.startswith(env.PREFIX) for variable in env.VARIABLES)
+    monkeypatch.setenv("WAVEFILL_DEBUG", "yes")
+    with pytest.raises(InvalidArgument, match="WAVEFILL_DEBUG: must be 0 or 1; got 'yes'"):
+        env.flag("WAVEFILL_DEBUG")
+    monkeypatch.setenv("WAVEFILL_DEBUG", "")
+    assert env.get("WAVEFILL_DEBUG") is None
+    monkeypatch.setenv("WAVEFILL_CACHE_DIR", str(tmp_path))
+    assert env.cache_dir() == tmp_path
+    monkeypatch.delenv("WAVEFILL_CACHE_DIR")
+    assert env.cache_dir().name == "wavefill"
+    with pytest.raises(KeyError):
+        env.get("WAVEFILL_NO_SUCH")
