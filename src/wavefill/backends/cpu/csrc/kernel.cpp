@@ -46,9 +46,11 @@ Scratch lay_out(const Problem &p, int64_t query_rows, int64_t heads, char *base)
   b.v = a.take<const char *>(pad_to(p.tile, 4));
   b.k_tails = a.take<const char *>(pad_to(p.tile, 4));
   b.v_tails = a.take<const char *>(pad_to(p.tile, 4));
-  const bool stage = p.ks.dim != 1 || p.vs.dim != 1;
-  b.k_stage = stage ? a.take<char>(p.tile * p.D * 4) : nullptr;
-  b.v_stage = stage ? a.take<char>(p.tile * p.DV * 4) : nullptr;
+  // K is read once a tile, V once for every few columns. Tokens a power of two apart share a few sets of the first-level
+  // cache and would drive each other out between those passes, so V is packed unless its tokens lie side by side.
+  const bool pack_v = p.vs.dim != 1 || p.vs.token != p.DV;
+  b.k_stage = p.ks.dim != 1 ? a.take<char>(p.tile * p.D * 4) : nullptr;
+  b.v_stage = pack_v ? a.take<char>(p.tile * p.DV * 4) : nullptr;
   b.k_tail = a.take<char>(p.tile * 2 * kW * 4);
   b.v_tail = a.take<char>(p.tile * 2 * kW * 4);
   s.states = a.take<State>(heads);
@@ -177,11 +179,11 @@ void run_typed(const Job &job, int64_t first, int64_t count, char *memory) {
     for (int64_t i = 0; i < count; ++i) {
       if (t < segs[i].begin || t >= segs[i].end) continue;
       // While a tile is computed the one after it starts to move: of another head here, or of the first head further on.
-      Ahead ahead{nullptr, 0};
-      for (int64_t j = i + 1; j < count && !ahead.tokens; ++j)
-        if (t >= segs[j].begin && t < segs[j].end) ahead = {&now, segs[j].head};
-      for (int64_t j = 0; j < count && !ahead.tokens; ++j)
-        if (t + 1 >= segs[j].begin && t + 1 < segs[j].end) ahead = {&later, segs[j].head};
+      Ahead ahead{&now, 0, 0};
+      for (int64_t j = i + 1; j < count && !ahead.count; ++j)
+        if (t >= segs[j].begin && t < segs[j].end) ahead = {&now, segs[j].head, now.count};
+      for (int64_t j = 0; j < count && !ahead.count && t + 1 < end; ++j)
+        if (t + 1 >= segs[j].begin && t + 1 < segs[j].end) ahead = {&later, segs[j].head, later.count};
       work.run(scratch.states[i], segs[i].head, now, ahead);
     }
   }

@@ -25,10 +25,28 @@ struct Tokens {
   int64_t from, count;
 };
 
-// The tile that comes after the one at hand, or none.
+// The (tile, head) that comes after the one at hand; count is 0 when there is none.
 struct Ahead {
   const Tokens *tokens;
-  int64_t head;
+  int64_t head, count;
+};
+
+// K or V of the tile ahead as a stream that is advanced a few tokens at a time, so that the memory bus never rests.
+class Stream {
+ public:
+  // `steps`: how many times `advance(1)` will be called.
+  WF_INLINE Stream(const char *const *tokens, const Ahead &a, int64_t head_stride, int64_t width, int64_t element,
+                   int64_t steps)
+      : tokens_(tokens), at_(0), count_(a.count), offset_(a.head * head_stride * element), bytes_(width * element),
+        share_((a.count + steps - 1) / steps) {}
+  WF_INLINE void advance(int64_t steps) {
+    for (int64_t end = at_ + share_ * steps; at_ < end && at_ < count_; ++at_)
+      for (int64_t b = 0; b < bytes_; b += 64) __builtin_prefetch(tokens_[at_] + offset_ + b, 0, kPrefetchLevel);
+  }
+
+ private:
+  const char *const *tokens_;
+  int64_t at_, count_, offset_, bytes_, share_;
 };
 
 // A worker's memory for one tile.
@@ -36,7 +54,8 @@ struct Buffers {
   float *scores;        // [rows, tile_padded]: scores, then weights
   const char **k, **v;              // per token of the tile, the head that is worked on
   const char **k_tails, **v_tails;  // and the copy of its part that does not fill a block
-  char *k_stage, *v_stage, *k_tail, *v_tail;
+  char *k_stage, *v_stage;          // null where the cache is read in place
+  char *k_tail, *v_tail;
 };
 
 // Running softmax state of the query rows (query tokens x G) of one KV head: accumulators, maxima and sums in one run
@@ -111,13 +130,19 @@ WF_INLINE void dot_block(const float *q, int64_t q_stride, const T *const (&k)[N
     V x0[NT], x1[NT];
     for (int j = 0; j < NT; ++j) load_pair(k[j], x0[j], x1[j]);
     for (int i = 0; i < MR; ++i) {
-      const V y0 = vload(q + i * q_stride), y1 = vload(q + i * q_stride + kW);
+      V y0 = vload(q + i * q_stride), y1 = vload(q + i * q_stride + kW);
+      WF_KEEP(y0);
+      WF_KEEP(y1);
       for (int j = 0; j < NT; ++j) acc[i][j] = vfma(x0[j], y0, acc[i][j]);
       for (int j = 0; j < NT; ++j) acc[i][j] = vfma(x1[j], y1, acc[i][j]);
     }
   } else {
     V y0[MR], y1[MR];
-    for (int i = 0; i < MR; ++i) y0[i] = vload(q + i * q_stride), y1[i] = vload(q + i * q_stride + kW);
+    for (int i = 0; i < MR; ++i) {
+      y0[i] = vload(q + i * q_stride), y1[i] = vload(q + i * q_stride + kW);
+      WF_KEEP(y0[i]);
+      WF_KEEP(y1[i]);
+    }
     for (int j = 0; j < NT; ++j) {
       V x0, x1;
       load_pair(k[j], x0, x1);
@@ -177,12 +202,15 @@ struct TileWork {
                      const char **out, const char **tails, char *stage, char *tail) {
     const int64_t offset = head * st.head * (int64_t)sizeof(T);
     for (int64_t i = 0; i < n; ++i) out[i] = tokens[i] + offset;
-    if (st.dim != 1) {
+    if (stage) {
       T *to = (T *)stage;
-      for (int64_t i = 0; i < n; ++i) {
+      for (int64_t i = 0; i < n; ++i, to += width) {
         const T *from = (const T *)out[i];
-        for (int64_t d = 0; d < width; ++d) to[i * width + d] = from[d * st.dim];
-        out[i] = (const char *)(to + i * width);
+        if (st.dim == 1)
+          memcpy(to, from, (size_t)width * sizeof(T));
+        else
+          for (int64_t d = 0; d < width; ++d) to[d] = from[d * st.dim];
+        out[i] = (const char *)to;
       }
     }
     constexpr int64_t block = 2 * kW;
@@ -200,20 +228,13 @@ struct TileWork {
     for (int64_t i = n; i % 4; ++i) out[i] = out[n - 1], tails[i] = tails[n - 1];
   }
 
-  // Starts the loads of one head of tokens [from, to), as far as the tile has them.
-  WF_INLINE static void fetch(const char *const *tokens, int64_t head_offset, int64_t width, int64_t from, int64_t to,
-                              int64_t count) {
-    const int64_t offset = head_offset * (int64_t)sizeof(T), bytes = width * (int64_t)sizeof(T);
-    for (int64_t t = from; t < to && t < count; ++t)
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(tokens[t] + offset + b, 0, kPrefetchLevel);
-  }
-
   void score(State &s, int64_t n, const Ahead &ahead) {
     const Dims dims = dims_of(p);
     const int64_t stride = dims.tile_padded, q_stride = PairDot<T>::value ? dims.d_padded / 2 : dims.d_padded;
     const T *const *k = (const T *const *)buffers.k, *const *k_tails = (const T *const *)buffers.k_tails;
+    Stream next(ahead.tokens->k, ahead, p.ks.head, p.D, sizeof(T), (n + 3) / 4);
     for (int64_t t = 0; t < n; t += 4) {
-      if (ahead.tokens) fetch(ahead.tokens->k, ahead.head * p.ks.head, p.D, t, t + 4, ahead.tokens->count);
+      next.advance(1);
       const float *q = s.q;
       float *to = buffers.scores + t;
       int64_t r = s.rows;
@@ -300,11 +321,10 @@ struct TileWork {
     return top;
   }
 
-  // V of the tile ahead is fetched a few tokens between every two passes, so that the memory bus never rests.
   void accumulate(State &s, int64_t n, const Ahead &ahead) {
     const Dims dims = dims_of(p);
     const int64_t passes = (s.rows + 3) / 4 * (dims.dv_padded / (2 * kW));
-    Fetch next{ahead, 0, ahead.tokens ? (ahead.tokens->count + passes - 1) / passes : 0};
+    Stream next(ahead.tokens->v, ahead, p.vs.head, p.DV, sizeof(T), passes);
     int64_t r = 0;
     for (; r + 4 <= s.rows; r += 4) weigh<4, kBlocks4>(s, r, n, dims, next);
     if (s.rows - r == 3) weigh<3, 2>(s, r, n, dims, next);
@@ -312,21 +332,9 @@ struct TileWork {
     if (s.rows - r == 1) weigh<1, 4>(s, r, n, dims, next);
   }
 
-  struct Fetch {
-    const Ahead &ahead;
-    int64_t done, step;  // tokens
-  };
-
-  void fetch_v(Fetch &f, int64_t blocks) {
-    if (!f.ahead.tokens) return;
-    const int64_t to = f.done + f.step * blocks;
-    fetch(f.ahead.tokens->v, f.ahead.head * p.vs.head, p.DV, f.done, to, f.ahead.tokens->count);
-    f.done = to;
-  }
-
   // acc[r .. r + MR] += P.V, NB blocks of the head size at a time.
   template <int MR, int NB>
-  void weigh(State &s, int64_t r, int64_t n, const Dims &dims, Fetch &next) {
+  void weigh(State &s, int64_t r, int64_t n, const Dims &dims, Stream &next) {
     constexpr int64_t block = 2 * kW;
     const float *weights = buffers.scores + r * dims.tile_padded;
     const T *const *v = (const T *const *)buffers.v;
@@ -334,15 +342,15 @@ struct TileWork {
     const int64_t full = p.DV / block;
     int64_t b = 0;
     for (; b + NB <= full; b += NB) {
-      fetch_v(next, NB);
+      next.advance(NB);
       columns<MR, NB>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, v, b * block, n);
     }
     for (; b < full; ++b) {
-      fetch_v(next, 1);
+      next.advance(1);
       columns<MR, 1>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, v, b * block, n);
     }
     if (full * block == p.DV) return;
-    fetch_v(next, 1);
+    next.advance(1);
     const T *const *tails = (const T *const *)buffers.v_tails;
     columns<MR, 1>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, tails, 0, n);
   }
