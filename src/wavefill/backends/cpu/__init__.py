@@ -79,6 +79,7 @@ def attention(
         threads = torch.get_num_threads()
     if workers is None:
         workers = threads
+    causal = causal or window is not None  # a window ends at the query's own position, so nothing later is seen
     tile = schedule.tile if isinstance(schedule, StreamK) and schedule.tile else CPU_TILE
     T, HQ, D = q.shape
     KH, DV = k_cache.shape[2], v_cache.shape[3]
