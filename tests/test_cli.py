@@ -158,6 +158,18 @@ def test_no_command_opens_a_connection() -> None:
     assert json.loads(done.stdout), done.stderr
 
 
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    code = "import sys; sys.argv = ['wavefill', 'explain', '--lens', '64x4096']; from wavefill.cli import main; main()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    stderr = child.stderr.read()
+    child.wait(timeout=60)
+    assert "Traceback" not in stderr
+    assert "error" not in stderr
+
+
 def test_environment_variables_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(env.VARIABLES) <= 10
     assert all(variable.name.startswith(env.PREFIX) for variable in env.VARIABLES)

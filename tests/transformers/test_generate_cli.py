@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,14 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_measurements(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, since several on such small tensors mostly wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr("wavefill.bench.timing.ROTATED_BYTES", 1 << 20)
     monkeypatch.setattr("wavefill.bench.e2e.SHORT_ROUNDS", 2)
+    yield
+    torch.set_num_threads(threads)
 
 
 def generate(folder: Path, *arguments: str, **more: Any) -> Result:

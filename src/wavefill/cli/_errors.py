@@ -30,7 +30,7 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-    except typer.Abort:
+    except (typer.Abort, BrokenPipeError):  # a reader that has seen enough, as in `| head`, is no error to report
         raise
     except Exception as error:
         if hasattr(error, "exit_code"):  # the command line library's own: usage errors and Exit
@@ -55,8 +55,6 @@ def user_message(error: Exception) -> str | None:
         if module not in _EXTRAS:
             return None
         return f"this command needs {module}, which is not installed. Run: pip install 'wavefill[{_EXTRAS[module]}]'"
-    if isinstance(error, BrokenPipeError):
-        return None
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, MemoryError):

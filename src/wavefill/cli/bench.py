@@ -13,7 +13,7 @@ from wavefill.spec import invalid
 if TYPE_CHECKING:
     from wavefill.bench.report import Cells
 
-app = typer.Typer(help="Measure kernels and calls on this machine.", invoke_without_command=True,
+app = typer.Typer(help="Measure kernels (the default) and calls on this machine.", invoke_without_command=True,
                   pretty_exceptions_enable=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -24,7 +24,6 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads for everything
 
 @app.callback()
 def _default(ctx: typer.Context) -> None:
-    """Measure kernels and calls on this machine. Without a subcommand: kernels."""
     if ctx.invoked_subcommand is None:
         kernels()
 

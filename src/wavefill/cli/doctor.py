@@ -165,8 +165,12 @@ def _transformers() -> Facts:
 
 def _smollm2() -> Facts:
     from wavefill.bench import models
+    from wavefill.spec import BackendUnavailable
 
-    return {"GGUF file": str(models.smollm2_gguf())}
+    try:
+        return {"usable": "yes", "GGUF file": str(models.smollm2_gguf())}
+    except BackendUnavailable as error:
+        return {"usable": f"no: {error}"}
 
 
 def _caches() -> Facts:
