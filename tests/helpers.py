@@ -238,6 +238,16 @@ def check(case: Case, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return result, lse
 
 
+def check_each_isa(case: Case, **kwargs: Any) -> None:
+    """`check` with the kernels of every instruction set of this machine."""
+    for isa in cpu_isas():
+        with using_isa(isa):
+            try:
+                check(case, **kwargs)
+            except AssertionError as error:
+                raise AssertionError(f"{isa}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Expected:
     """float64 results and the largest error allowed for each (query token, head).

@@ -72,7 +72,7 @@ def scalar_loop(case: Case) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("options", MIXED.values(), ids=MIXED.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.name_of)
 def test_oracle_equals_a_scalar_loop(options: dict[str, object], dtype: torch.dtype) -> None:
-    case = make_case(**{"D": 8, **options, "dtype": dtype})  # type: ignore[arg-type]
+    case = make_case(**{"D": 8, **options, "dtype": dtype})
     out, lse = reference.attention(*case.tensors(), **case.options())
     want_out, want_lse = scalar_loop(case)
     torch.testing.assert_close(out, want_out, rtol=1e-13, atol=1e-13)
@@ -160,7 +160,7 @@ class TestMergeStates:
                          ids=str)
 @pytest.mark.parametrize("workers", [1, 3, 60])
 def test_every_schedule_merges_to_one_softmax(options: dict[str, object], schedule: object, workers: int) -> None:
-    case = make_case(**{"D": 8, **options})  # type: ignore[arg-type]
+    case = make_case(**{"D": 8, **options})
     replay = reference.emulate(*case.tensors(), **case.options(), schedule=schedule, workers=workers, tile=4,
                                q_block=2 if workers == 3 else None, dtype=torch.float64)
     assert replay.deviation < 1e-13
@@ -187,7 +187,7 @@ def test_a_schedule_that_loses_a_tile_shows(monkeypatch: pytest.MonkeyPatch) -> 
     real = reference.schedules.make_table
 
     def lossy(*args: object, **kwargs: object) -> object:
-        table = real(*args, **kwargs)  # type: ignore[arg-type]
+        table = real(*args, **kwargs)
         table.end[0] -= 1
         return table
 

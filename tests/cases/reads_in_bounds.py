@@ -1,7 +1,7 @@
 """Runs attention on tensors that touch forbidden memory at their end, then at their start; a stray access is fatal.
 
-Usage: python reads_in_bounds.py float32|float16|bfloat16
-       python reads_in_bounds.py overrun      claims one slot too many, and must die
+Usage: python reads_in_bounds.py            every dtype
+       python reads_in_bounds.py overrun    claims one slot too many, and must die
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def main(dtype: torch.dtype) -> None:
                 q, k, v, lens = (f.place(t, at_end) for f, t in zip(fences, case.tensors()[:4], strict=False))
                 table = None if page_size is None else fences[4].place(case.block_table, at_end)
                 for isa in helpers.cpu_isas():
-                    print(isa, D, DV, n, page_size, "end" if at_end else "start", flush=True)
+                    print(dtype, isa, D, DV, n, page_size, "end" if at_end else "start", flush=True)
                     out = fences[5].place(torch.zeros_like(want), at_end)
                     with helpers.using_isa(isa):
                         ops.attention_out(q, k, v, lens, table, schedule="stream_k", out=out)
                     torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
-    print(f"{len(shapes)} shapes in bounds")
+    print(f"{len(shapes)} shapes of {dtype} in bounds")
 
 
 def overrun() -> None:
@@ -86,7 +86,8 @@ def overrun() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "overrun":
+    if sys.argv[1:] == ["overrun"]:
         overrun()
     else:
-        main(getattr(torch, sys.argv[1]))
+        for each in helpers.DTYPES:
+            main(each)
