@@ -95,7 +95,9 @@ def make_base() -> Path:
         venv.create(folder, with_pip=True)
     print(f"installing {TORCH} and wavefill into {folder}", flush=True)
     pip(python, "install", TORCH)
-    pip(python, "install", "--editable", f"{ROOT}[transformers,dev]", TORCH)
+    # Compiled in a folder of its own: build/ is the developer's.
+    pip(python, "install", "--config-settings", f"build-dir={folder / 'build'}", "--editable",
+        f"{ROOT}[transformers,dev]", TORCH)
     stamp.write_text(json.dumps(wanted))
     return python
 

@@ -135,6 +135,7 @@ def test_manager(calls: Counter[str]) -> None:
         generation_config=generation(16), continuous_batching_config=settings()
     ) as manager:
         manager.add_request(first, request_id="first")
+        assert enable(model) is model  # again is the same, at any time
         assert greedy(model, third, 16) == expected("qwen3", third, 16)
         manager.add_request(second, request_id="second")
         got = {out.request_id: out for out in (manager.get_result(timeout=30) for _ in range(2))}

@@ -22,7 +22,7 @@ from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.attention import register
 from wavefill.integrations.transformers.cache import WavefillCache
 from wavefill.integrations.transformers.hooks import after, before
-from wavefill.integrations.transformers.names import name_over, previous_of
+from wavefill.integrations.transformers.names import name_over, plain_name, previous_of
 from wavefill.integrations.transformers.support import PREVIOUS, check_model, decoder_of
 from wavefill.spec import UnsupportedModel, invalid
 
@@ -58,7 +58,7 @@ def enable(model: Model, kv_format: str = "auto") -> Model:
             'Call model.set_attn_implementation("sdpa") first.'
         )
     register()
-    if current != name_over(previous):
+    if plain_name(current) != name_over(previous):
         model.set_attn_implementation(name_over(previous))
     if _HANDLES not in decoder.__dict__:
         decoder.__dict__[_HANDLES] = (

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 PREFIX = "wavefill"
 
+#: Begins the name of a model's implementation while a continuous-batching manager lives: one looks for "flash" in it.
+BATCHED = "flash_"
+
 
 def name_over(previous: str) -> str:
     """The registered name for a model whose implementation was `previous`."""
     return PREFIX if previous == "sdpa" else f"{PREFIX}_over_{previous}"
 
 
+def plain_name(name: str) -> str:
+    """The name outside of continuous batching, of a name used in or outside of it ("paged|" is 5.17's and 5.18's)."""
+    return name.removeprefix("paged|").removeprefix(BATCHED)
+
+
 def previous_of(name: str | None) -> str | None:
     """The implementation that registered `name` stands over, or None when `name` is not one of ours.
 
-    Continuous batching puts "paged|" before the name or "_flash" after it while a manager lives.
+    In continuous batching too, where a name has more in front.
     """
-    if name is not None:
-        name = name.removeprefix("paged|").removesuffix("_flash")
-    if name == PREFIX:
+    plain = None if name is None else plain_name(name)
+    if plain == PREFIX:
         return "sdpa"
-    if name is not None and name.startswith(f"{PREFIX}_over_"):
-        return name.removeprefix(f"{PREFIX}_over_")
+    if plain is not None and plain.startswith(f"{PREFIX}_over_"):
+        return plain.removeprefix(f"{PREFIX}_over_")
     return None

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from wavefill.integrations.transformers.continuous import hooks
 from wavefill.integrations.transformers.continuous.call import forward, is_paged_call
 from wavefill.integrations.transformers.continuous.detect import tested_range
-from wavefill.integrations.transformers.continuous.hooks import plain_name
 
-__all__ = ["attach", "detach", "forward", "is_paged_call", "plain_name", "tested_range"]
+__all__ = ["attach", "detach", "forward", "is_paged_call", "tested_range"]
 
 
 def attach(model: PreTrainedModel) -> None:

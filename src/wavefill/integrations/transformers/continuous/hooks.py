@@ -30,13 +30,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from wavefill.integrations.transformers.continuous.call import MARKS, Mask, Pass, set_current
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract, Shape
 from wavefill.integrations.transformers.continuous.detect import detect, refusal
-from wavefill.integrations.transformers.names import previous_of
+from wavefill.integrations.transformers.names import BATCHED, plain_name, previous_of
 from wavefill.spec import BackendUnavailable, invalid
 
 _PACKAGE = "transformers.generation.continuous_batching"
-
-#: Begins the name of an implementation while a manager lives: a manager looks for "flash" in it.
-_PREFIX = "flash_"
 
 #: Blocks a request may have in the decode path when neither the caller nor the workload says: enough for the model's
 #: positions, up to what a table row for each token of a batch may cost. transformers' own 32 end at 8,192 tokens.
@@ -90,14 +87,9 @@ def _layer_parameters(model: PreTrainedModel) -> frozenset[str]:
 
 # -- names ---------------------------------------------------------------------------------------------------------
 
-def plain_name(name: str) -> str:
-    """The implementation's name outside of continuous batching, of a name that is used in or outside of it."""
-    return name.removeprefix("paged|").removeprefix(_PREFIX)
-
-
 def _paged_name(contract: Contract, plain: str) -> str:
     """Register the attention and the mask of `plain` for continuous batching; doing it again changes nothing."""
-    name = f"{contract.prefix}{_PREFIX}{plain}"
+    name = f"{contract.prefix}{BATCHED}{plain}"
     AttentionInterface.register(name, AttentionInterface()[plain])
     AttentionMaskInterface.register(name, Mask(AttentionMaskInterface()[plain]))
     return name
@@ -132,7 +124,7 @@ def init_continuous_batching(
     stock = getattr(type(self), _OPEN)
     name = self.config._attn_implementation
     plain = plain_name(name)
-    if previous_of(plain) is None:  # set to another attention since `enable`
+    if previous_of(name) is None:  # set to another attention since `enable`
         return stock(self, generation_config=generation_config, workload_hints=workload_hints,
                      continuous_batching_config=continuous_batching_config)
     contract = contract_of(self)
@@ -213,6 +205,6 @@ def uninstall(model: PreTrainedModel) -> None:
             model._forward_pre_hooks_with_kwargs.pop(key, None)
             model._forward_hooks_always_called.pop(key, None)
     name = model.config._attn_implementation
-    if name is not None and previous_of(plain_name(name)) is not None:
+    if name is not None and previous_of(name) is not None:
         model.config._attn_implementation = plain_name(name)
 
