@@ -37,8 +37,8 @@ def explain(lens, **kwargs):
 
 def test_cpu_takes_stream_k_with_equal_threads():
     choice = explain(RAGGED, workers=2)
-    assert (choice.schedule, choice.kind, choice.device, choice.tile) == (StreamK(), "stream_k", "cpu", 64)
-    assert choice.tiles == 8 * sum(RAGGED) // 64
+    assert (choice.schedule, choice.kind, choice.device, choice.tile) == (StreamK(), "stream_k", "cpu", 32)
+    assert choice.tiles == 8 * sum(RAGGED) // 32
     assert choice.makespan == choice.tiles // 2
     assert choice.fill == 1.0
     assert choice.floor_us is None

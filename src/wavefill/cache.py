@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from wavefill import checks, ops
-from wavefill.hardware import CPU_TILE
 from wavefill.pages import Pages, Request, Step
 from wavefill.spec import DTYPE_BYTES, InvalidArgument, invalid, invalid_type
 
-#: Tokens of a page where the caller gives none: one tile of the CPU backend, so that in the "HND" layout a tile of one
-#: head is one run of memory. Measured with one AVX-512 thread on 8K tokens (D 64 and 128, bf16 and fp32): 8 to 10
-#: GB/s, against 6.8 to 8.3 with pages of 16, and 5.5 to 7.5 in "NHD", where the page size makes no difference. A
-#: request wastes half a page on average.
-PAGE_SIZE = CPU_TILE
+#: Tokens of a page where the caller gives none: two tiles of the CPU backend, so that in the "HND" layout a tile of one
+#: head is one run of memory. One thread on 8K tokens (D 64 and 128, bf16 and fp32) read 8 to 10 GB/s, against 6.8 to
+#: 8.3 with pages of 16, and 5.5 to 7.5 in "NHD", where the page size made no difference. A request wastes half a page
+#: on average.
+PAGE_SIZE = 64
 #: Lists of requests whose tensors are kept until lengths or pages change.
 _KEPT = 64
 

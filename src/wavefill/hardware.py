@@ -18,9 +18,9 @@ from wavefill.spec import invalid, invalid_type
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
-#: Tokens of a tile of the CPU backend: its K and V (D 128, bf16) are 32 KiB, so a tile's scores and state stay in the
-#: first cache levels while the next tile streams in.
-CPU_TILE = 64
+#: Tokens of a tile of the CPU backend: K and V of one head (D 128, bf16) are 16 KiB, so that a tile and the one that
+#: streams in behind it share the first-level cache. 64 was as fast where compute binds and slower where memory does.
+CPU_TILE = 32
 #: Tokens of a tile and CTAs on each SM where the caller gives none. Measured on an H200: a split-KV decode kernel of
 #: one or two warps came closest to the read floor with 32 tokens and two CTAs an SM.
 GPU_TILE = 32
