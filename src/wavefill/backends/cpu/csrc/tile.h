@@ -11,7 +11,7 @@ namespace {
 using wf::Problem;
 using wf::Row;
 
-constexpr int kPrefetchLevel = 2;  // __builtin_prefetch locality: 3 L1, 2 L2
+constexpr int kPrefetchLevel = 3;  // __builtin_prefetch locality: 3 L1, 2 L2
 
 struct Dims {
   int64_t d_padded, dv_padded, tile_padded;
