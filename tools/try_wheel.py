@@ -28,7 +28,7 @@ class WheelError(Exception):
 def look_into(wheel: Path) -> None:
     """All of the package is there, compiled once, without the C++ sources."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {path.relative_to(SOURCE).as_posix() for kind in ("*.py", "data/*", "py.typed")
+    wanted = {path.relative_to(SOURCE).as_posix() for kind in ("*.py", "*.pyi", "data/*", "py.typed")
               for path in (SOURCE / "wavefill").rglob(kind) if path.is_file()}
     if missing := sorted(wanted - names):
         raise WheelError(f"not in the wheel: {', '.join(missing)}")

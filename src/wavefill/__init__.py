@@ -12,9 +12,9 @@ from wavefill.spec import (
     AttentionSpec,
     BackendUnavailable,
     Fixed,
-    Invariant,
     InvalidArgument,
     InvalidType,
+    Invariant,
     OutOfPages,
     StreamK,
     UnsupportedModel,
@@ -39,9 +39,24 @@ _LAZY = {
 }
 
 __all__ = [
-    "AttentionSpec", "BackendUnavailable", "Choice", "Fixed", "Invariant", "InvalidArgument", "InvalidType",
-    "KVPages", "OutOfPages", "PagedKVCache", "StreamK", "UnsupportedModel", "WavefillError", "__version__",
-    "attention", "decode_attention", "explain", "merge_states",
+    "AttentionSpec",
+    "BackendUnavailable",
+    "Choice",
+    "Fixed",
+    "InvalidArgument",
+    "InvalidType",
+    "Invariant",
+    "KVPages",
+    "OutOfPages",
+    "PagedKVCache",
+    "StreamK",
+    "UnsupportedModel",
+    "WavefillError",
+    "__version__",
+    "attention",
+    "decode_attention",
+    "explain",
+    "merge_states",
 ]
 
 

@@ -116,7 +116,6 @@ class Invariant:
 
 Schedule = Fixed | StreamK | Invariant
 ScheduleArg = Schedule | str
-SCHEDULES = ("auto", "fixed", "stream_k", "invariant")
 
 
 def _at_least_one(param: str, value: int | None) -> None:
@@ -128,6 +127,10 @@ def _at_least_one(param: str, value: int | None) -> None:
         raise invalid(param, "must be at least 1", value, "Give a whole number from 1.")
 
 
+_DEFAULTS: dict[str, Schedule] = {"fixed": Fixed(), "stream_k": StreamK(), "invariant": Invariant()}
+SCHEDULES = ("auto", *_DEFAULTS)
+
+
 def parse_schedule(schedule: object) -> Schedule | Literal["auto"]:
     """`schedule=` of the public functions as a `Schedule`, or "auto" left for the selector."""
     if isinstance(schedule, (Fixed, StreamK, Invariant)):
@@ -135,8 +138,8 @@ def parse_schedule(schedule: object) -> Schedule | Literal["auto"]:
     if isinstance(schedule, str):
         if schedule == "auto":
             return "auto"
-        if schedule in SCHEDULES:
-            return {"fixed": Fixed(), "stream_k": StreamK(), "invariant": Invariant()}[schedule]
+        if schedule in _DEFAULTS:
+            return _DEFAULTS[schedule]
         raise invalid("schedule", f"must be one of {', '.join(map(repr, SCHEDULES))}", repr(schedule),
                       "Use one of these, or Fixed(...), StreamK(...), Invariant(...).")
     raise invalid_type("schedule", "must be a name or a Fixed, StreamK or Invariant", type(schedule).__name__,
