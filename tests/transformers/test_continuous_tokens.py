@@ -24,6 +24,7 @@ from batching import (
     prompts,
     settings,
 )
+from transformers import CompileConfig
 
 from wavefill import api
 from wavefill.integrations.transformers import disable, enable
@@ -112,6 +113,16 @@ def test_window_is_crossed(family: str) -> None:
     inputs = prompts(1, 6, 7, 8, 9, 10, 33, seed=4)
     config = settings(page=4, max_batch_tokens=24)
     assert batched(model, inputs, 24, config) == [expected(family, p, 24) for p in inputs]
+
+
+def test_padded_batches(calls: Counter[str]) -> None:
+    """A compiled forward pass takes padded batches: more rows, query tokens and indices than the requests have."""
+    model = enable(fresh("llama"))
+    inputs = prompts(5, 19, 1, seed=9)
+    config = settings(varlen_compile_config=CompileConfig(mode="default", fullgraph=False, backend="eager"))
+    assert batched(model, inputs, 6, config) == [expected("llama", p, 6) for p in inputs]
+    assert calls["decode_attention"] > 0
+    assert calls["attention"] > 0
 
 
 def test_several_sequences_of_one_prompt() -> None:
