@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import wavefill
-from wavefill.integrations.transformers import continuous
+from wavefill.integrations.transformers import continuous, kernels
 from wavefill.integrations.transformers.current import get_step
 from wavefill.integrations.transformers.names import name_over
 from wavefill.integrations.transformers.rows import Step
@@ -37,6 +36,7 @@ def register() -> None:
         AttentionMaskInterface.register(name_over(previous), partial(mask, previous))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a step is no tensor, so it can't be traced
 def mask(previous: str, *args: Any, **kwargs: Any) -> Any:
     """The step of the running forward, or the mask of the implementation that the model came with."""
     step = get_step()
@@ -45,6 +45,7 @@ def mask(previous: str, *args: Any, **kwargs: Any) -> Any:
     return _masks[previous](*args, **kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the kernels take addresses, which can't be traced
 def attention(
     previous: str,
     module: torch.nn.Module,
@@ -85,10 +86,9 @@ def attention(
         raise invalid("is_causal", "must be true with a wavefill cache", False,
                       "Pass use_cache=False for attention that is not causal.")
     step = attention_mask
-    if sliding_window is not None and step.has_hole:
-        raise invalid("attention_mask", "must have no padding between real tokens on a model with a sliding window",
-                      "such a mask", "Pad on the left, or start a new cache for each turn.")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if sliding_window is not None and step.has_hole:
+        return _masked(step, module, query, scale, sliding_window), None
     if step.is_decode:
         return _decode(step, module, query, scale, sliding_window), None
     if step.is_prefill and (sliding_window is None or step.q_len <= sliding_window):
@@ -110,8 +110,8 @@ def _stock(previous: str, module: torch.nn.Module) -> Callable[..., Result]:
 def _decode(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
     """One real query token a row, over its pages."""
     pages = step.rows.pages.view(module.layer_idx)
-    out = wavefill.decode_attention(
-        query[:, :, 0], pages, None, step.seq_lens, step.block_table, scale=scale, window=window
+    out = kernels.attention(
+        query[:, :, 0], pages, step.seq_lens, step.block_table, None, scale=scale, window=window
     )
     return out[:, None]
 
@@ -139,12 +139,25 @@ def _extend(step: Step, module: Any, query: Tensor, scale: float, window: int | 
     if step.index is not None:
         packed = packed[step.index]
     pages = step.rows.pages.view(module.layer_idx)
-    out = wavefill.attention(
-        packed, pages, None, step.seq_lens, step.block_table,
-        cu_seqlens_q=step.cu_seqlens_q, max_q_len=q_len, scale=scale, window=window,
+    out = kernels.attention(
+        packed, pages, step.seq_lens, step.block_table, step.cu_seqlens_q, scale=scale, window=window
     )
     if step.index is not None:
         full = out.new_zeros(batch * q_len, heads, out.shape[-1])
         full[step.index] = out
         out = full
     return out.view(batch, q_len, heads, -1)
+
+
+def _masked(step: Step, module: Any, query: Tensor, scale: float, window: int) -> Tensor:
+    """A window over rows with padding between real tokens, which the window counts and the pages don't have: torch's
+    attention with an explicit mask, on a copy of the layer that has every slot. As slow as stock transformers.
+    """
+    assert step.mask is not None
+    slots = step.past + step.q_len
+    keys, values = step.rows.dense(module.layer_idx, slots, step.mask)
+    positions = torch.arange(slots)
+    queries = positions[step.past:, None]
+    seen = (positions <= queries) & (positions > queries - window) & step.mask[:, None, None]
+    out = _stock("sdpa", module)(module, query, keys, values, seen, dropout=0.0, scaling=scale)[0]
+    return out if step.new is None else out.masked_fill(~step.new[:, :, None, None], 0.0)

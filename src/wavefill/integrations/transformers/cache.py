@@ -63,6 +63,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: room is found when a forward writes its first layer."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the kernels take addresses, which can't be traced
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new K and V [batch, KH, tokens, D] and return them; the attention reads the rest from the pages."""
         step = get_step()
@@ -108,19 +109,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; pages are shared."""
-        self._gather(beam_idx.tolist())
+        if self.index == 0:
+            self.rows.gather(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times in place; pages are shared."""
-        self._gather([row for row in range(self.rows.batch) for _ in range(repeats)])
+        if self.index == 0:
+            self.rows.gather([row for row in range(self.rows.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows that `indices` names (numbers, or a bool mask)."""
-        self._gather(torch.arange(self.rows.batch)[indices].tolist())
-
-    def _gather(self, index: list[int]) -> None:
-        if self.index == 0:
-            self.rows.gather(index)
+        if self.index == 0 and self.rows.slots:
+            self.rows.gather(torch.arange(self.rows.batch)[indices].tolist())
 
 
 def paged_layers(count: int) -> list[PagedLayer]:

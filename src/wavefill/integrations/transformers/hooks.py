@@ -31,6 +31,7 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a step is begun anew for every forward
 def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Begin a step when this forward runs over a wavefill cache; give it one when it would make its own.
 
@@ -72,6 +73,7 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     return (), {**{k: v for k, v in kwargs.items() if k not in CACHE_NAMES}, name: made}
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None:
     """End the step; one that a failed forward left half written is undone."""
     step = get_step()

@@ -6,6 +6,7 @@ tokens lie packed in its pages, in order, so its length is its own. What the two
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor
 
 from wavefill.cache import PagedKVCache
+from wavefill.integrations.transformers import kernels
 from wavefill.spec import invalid
 
-#: Tokens of a page: the tile of the CPU kernels, so that a tile lies in one page.
-PAGE_SIZE = 64
 #: A pool that is full grows to this many times what is needed, so that the copies add up to a constant a token.
 GROWTH = 1.5
 
@@ -44,6 +44,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.written = 0
+        self.slots: Tensor | None = None
 
     @cached_property
     def seq_lens(self) -> Tensor:
@@ -158,44 +159,51 @@ class Rows:
         if self._mask is None and bool(mask.all()):
             return None
         past = mask[:, :self.slots]
-        kept = bool(past.all()) if self._mask is None else torch.equal(past, self._mask)
-        if not kept:
-            raise invalid("attention_mask", "must keep the padding of the tokens that the cache holds",
-                          f"another mask over the first {self.slots} tokens", "Start a new cache for another mask.")
+        if self._mask is not None and bool((past & ~self._mask).any()):
+            raise invalid("attention_mask", "must be 0 where the cache was filled with padding",
+                          "1 for some of it", "Start a new cache for another mask.")
+        if not (bool(past.all()) if self._mask is None else torch.equal(past, self._mask)):
+            self._forget(past)
         return mask
 
     def write(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new K [batch, KH, q_len, D] and V [batch, KH, q_len, DV]; the last layer ends the step."""
-        if step.written == 0:
-            self._make_room(step, key, value)
-        self.pages.append(self.ids, _packed(step, key), _packed(step, value), counts=step.counts, layer=layer)
+        if step.slots is None:
+            step.slots = self._reserve(step, key, value)
+        kernels.append(self.pages.view(layer), _packed(step, key), _packed(step, value), step.slots)
         step.written += 1
         if step.written == self.layers:
             self.slots += step.q_len
             self._mask = step.mask
 
-    def _make_room(self, step: Step, key: Tensor, value: Tensor) -> None:
-        """Pages for the step's tokens, at the first layer, when sizes and dtype are known."""
+    def _reserve(self, step: Step, key: Tensor, value: Tensor) -> Tensor:
+        """Slots for the step's real tokens, at the first layer, when sizes and dtype are known."""
         if key.device.type != "cpu":
             raise invalid("model", "must be on the CPU in this version", key.device, "Call model.to('cpu').")
         if self._pages is None:
             self._pages = PagedKVCache(
-                0, layers=self.layers, page_size=PAGE_SIZE, kv_heads=key.shape[1], head_dim=key.shape[3],
-                head_dim_v=value.shape[3], dtype=key.dtype,
+                0, layers=self.layers, kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3],
+                dtype=key.dtype,
             )
         if not self.ids:
             self.ids = tuple(self._pages.add(step.batch))
+        self._make_room(step.held, step.counts)
+        return self._pages.reserve(self.ids, step.counts)
+
+    def _make_room(self, held: Sequence[int], counts: Sequence[int]) -> None:
+        """Free pages for `counts` more tokens in rows that hold `held`."""
         # A row takes a page more when its part-filled last page is shared and has to be copied.
-        need = sum(-(-(held + count) // PAGE_SIZE) - held // PAGE_SIZE
-                   for held, count in zip(step.held, step.counts, strict=True))
-        if need > self._pages.free_pages:
-            used = self._pages.num_pages - self._pages.free_pages
-            self._pages.grow(int((used + need) * GROWTH) + 1)
+        size = self.pages.page_size
+        need = sum(-(-(n + count) // size) - n // size for n, count in zip(held, counts, strict=True))
+        if need > self.pages.free_pages:
+            used = self.pages.num_pages - self.pages.free_pages
+            self.pages.grow(int((used + need) * GROWTH) + 1)
 
     def rollback(self, step: Step) -> None:
         """Undo a step whose forward failed on the way, so that the cache is as before it."""
-        if 0 < step.written < self.layers:
-            self.pages.cancel_step()
+        if step.slots is not None and step.written < self.layers:
+            for row, held in zip(self.ids, step.held, strict=True):
+                self.pages.truncate(row, held)
 
     # -- what generate does to a batch --------------------------------------------------------------------------
 
@@ -229,18 +237,44 @@ class Rows:
         self.slots = 0
         self._mask = None
 
-    def dense(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of a layer's K [batch, KH, slots, D] and V [batch, KH, slots, DV], zero at padding."""
-        pages, table = self.pages.view(layer), self.pages.block_table(self.ids)
-        held = self._held(self.batch)
+    def dense(self, layer: int, slots: int | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Copies of a layer's K [batch, KH, slots, D] and V [batch, KH, slots, DV], zero at padding.
+
+        slots, mask: what the rows look like with a step in progress; None: as they were after the last one.
+        """
+        if slots is None:
+            slots, mask = self.slots, self._mask
+        pages = self.pages.view(layer)
         out: list[Tensor] = []
         for cache in (pages.k, pages.v):
-            full = cache.new_zeros(self.batch, self.slots, *cache.shape[2:])
-            for row, count in enumerate(held):
-                packed = cache[table[row, : -(-count // PAGE_SIZE)].long()].flatten(0, 1)[:count]
-                full[row, slice(None) if self._mask is None else self._mask[row]] = packed
+            full = cache.new_zeros(self.batch, slots, *cache.shape[2:])
+            for row in range(self.batch):
+                full[row, slice(None) if mask is None else mask[row]] = cache.flatten(0, 1)[self._stored(row)]
             out.append(full.transpose(1, 2))
         return out[0], out[1]
+
+    def _stored(self, row: int) -> Tensor:
+        """int64 [tokens], where in the pages, taken as one run, the tokens of a row lie."""
+        size, table = self.pages.page_size, self.pages.block_table(self.ids[row])[0]
+        at = torch.arange(self.pages.length(self.ids[row]))
+        return table[at // size].long() * size + at % size
+
+    def _forget(self, past: Tensor) -> None:
+        """Drop the tokens that a new mask over the cached slots no longer has; what is left is packed anew."""
+        held = torch.ones_like(past) if self._mask is None else self._mask
+        ids = list(self.ids)
+        for row in (past != held).any(1).nonzero().flatten().tolist():
+            kept = self._stored(row)[past[row][held[row]]]
+            (new,) = self.pages.add()
+            self._make_room([0], [len(kept)])
+            slots = self.pages.reserve(new, [len(kept)])
+            for layer in range(self.layers):
+                pages = self.pages.view(layer)
+                kernels.append(pages, pages.k.flatten(0, 1)[kept], pages.v.flatten(0, 1)[kept], slots)
+            self.pages.free(ids[row])
+            ids[row] = new
+            self.ids = tuple(ids)
+        self._mask = past
 
 
 def _packed(step: Step, x: Tensor) -> Tensor:

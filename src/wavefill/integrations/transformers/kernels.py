@@ -1,0 +1,72 @@
+"""The two calls that every layer makes each step, straight to the backend.
+
+The public functions check shapes, dtypes, overlaps and options on every call: 40 us a layer for both calls, as much as
+the kernels themselves take on a short context. Here a step's tables are made by our own cache, so what is left to
+check for a layer is that its K, V and queries are what the cache was made for.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from wavefill import select
+from wavefill.backends import cpu
+from wavefill.cache import KVPages
+from wavefill.hardware import CPU_TILE
+from wavefill.integrations.transformers.support import DTYPES
+from wavefill.spec import AttentionSpec, Schedule, invalid, invalid_type
+
+
+def append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write K [N, KH, D] and V [N, KH, DV] into the slots [N] int64 of a layer's pages.
+
+    Raises `InvalidType` or `InvalidArgument` when they are not what the pages hold.
+    """
+    for name, new, held in (("key", key, pages.k), ("value", value, pages.v)):
+        if new.dtype != held.dtype:
+            raise _other_dtype(name, new, held)
+        if new.shape[1:] != held.shape[2:]:
+            raise invalid(name, f"must have the cache's heads and head size {list(held.shape[2:])}",
+                          list(new.shape[1:]), "Make a new cache for this model.")
+    cpu.append(pages.k, pages.v, key, value, slots)
+
+
+def attention(
+    query: Tensor,
+    pages: KVPages,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of packed queries [T, HQ, D] over a layer's pages, [T, HQ, DV]; rows align at their ends.
+
+    seq_lens: [B] int32; block_table: [B, max_pages] int32; cu_seqlens_q: [B + 1] int32, or None for one query a row.
+    """
+    if query.dtype != pages.k.dtype:
+        raise _other_dtype("query", query, pages.k)
+    T, HQ, D = query.shape
+    KH, DV = pages.k.shape[2], pages.v.shape[3]
+    out = query.new_empty(T, HQ, DV)
+    cpu.attention(
+        query if query.stride(2) == 1 else query.contiguous(), pages.k, pages.v, seq_lens, block_table, cu_seqlens_q,
+        out, None, scale=scale, causal=True, window=window, schedule=_schedule(HQ, KH, D, DV, query.dtype),
+    )
+    return out
+
+
+@lru_cache(maxsize=64)
+def _schedule(HQ: int, KH: int, D: int, DV: int, dtype: torch.dtype) -> Schedule:
+    """What "auto" means for these sizes; on the CPU it doesn't depend on lengths."""
+    spec = AttentionSpec(HQ, KH, D, DV, DTYPES[dtype])
+    return select.choose(spec, (), (), torch.get_num_threads(), CPU_TILE).schedule
+
+
+def _other_dtype(name: str, new: Tensor, held: Tensor) -> TypeError:
+    return invalid_type(name, f"must have the dtype of the cache ({held.dtype})", new.dtype,
+                        "Load the model in one dtype and run it without autocast.")

@@ -1,0 +1,260 @@
+"""`enable` and `disable`: what they change, what they leave alone, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers.generation")
+
+import torch
+import transformers
+from tiny import (
+    CACHE,
+    FAMILIES,
+    build,
+    expected,
+    fresh,
+    one_thread,  # noqa: F401
+    padded,
+    plain,
+    stock,
+    tokens,
+)
+from transformers import DynamicCache, PreTrainedModel
+
+from wavefill.integrations.transformers import WavefillCache, disable, enable, kernels
+from wavefill.integrations.transformers.cache import PagedLayer
+
+pytestmark = pytest.mark.transformers
+
+
+def greedy(model: PreTrainedModel) -> torch.Tensor:
+    return tokens(model, padded(), 12)
+
+
+def everything(model: PreTrainedModel) -> dict[str, Any]:
+    """All that hangs on a model and its modules, but for the weights themselves."""
+    state: dict[str, Any] = {
+        "config": copy.deepcopy(model.config.__dict__), "generation": model.generation_config.to_dict(),
+        "config file": model.config.to_dict(),
+    }
+    for name, module in model.named_modules():
+        state[name] = {
+            key: list(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()
+            if key not in ("config", "generation_config")
+        }
+    return state
+
+
+@pytest.mark.parametrize("previous", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "mistral-window", "phi3"])
+def test_disable_leaves_no_trace(family: str, previous: str) -> None:
+    model = fresh(family)
+    model.set_attn_implementation(previous)
+    before = everything(model)
+    assert enable(model) is model
+    assert everything(model) != before
+    greedy(model)
+    assert disable(model) is model
+    after = everything(model)
+    assert after.keys() == before.keys()
+    for name in before:
+        assert after[name] == before[name], name
+    out = model.generate(plain(), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert type(out[CACHE]) is DynamicCache
+    assert not any(isinstance(layer, PagedLayer) for layer in out[CACHE].layers)
+
+
+def test_enabling_and_disabling_twice_is_the_same_as_once() -> None:
+    model = enable(enable(fresh("llama")))
+    assert torch.equal(greedy(model), expected(("short",), "llama", greedy))
+    assert len(model.model._forward_pre_hooks) == 1
+    for _ in range(2):
+        disable(model)
+        assert not model.model._forward_pre_hooks
+        assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(greedy(enable(model)), expected(("short",), "llama", greedy))
+
+
+def test_other_attention_chosen_by_hand_is_kept() -> None:
+    model = enable(fresh("llama"))
+    model.set_attn_implementation("eager")
+    out = model.generate(plain(), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert type(out[CACHE].layers[0]).__name__ == "DynamicLayer"
+    enable(model)  # again, over eager now
+    assert torch.equal(greedy(model), expected(("short",), "llama", greedy))
+    model.set_attn_implementation("eager")
+    assert disable(model).config._attn_implementation == "eager"
+
+
+def test_several_models_at_once_and_others_untouched() -> None:
+    first, second, other = enable(fresh("llama")), enable(fresh("mistral-window")), fresh("llama")
+    for family, model in (("llama", first), ("mistral-window", second), ("llama", other)):
+        assert torch.equal(greedy(model), expected(("short",), family, greedy))
+    assert other.config._attn_implementation == "sdpa"
+    disable(first)
+    assert torch.equal(greedy(second), expected(("short",), "mistral-window", greedy))
+    assert second.config._attn_implementation == "wavefill"
+
+
+@pytest.mark.parametrize("previous", ["sdpa", "eager"])
+def test_a_model_that_shares_the_configuration_keeps_its_bits(previous: str) -> None:
+    model = fresh("mistral-window")
+    model.set_attn_implementation(previous)
+    twin = type(model)(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    assert twin.config is model.config
+
+    def run(one: PreTrainedModel) -> list[torch.Tensor]:
+        out = one.generate(**padded(), max_new_tokens=9, do_sample=False, return_dict_in_generate=True,
+                           output_logits=True)
+        return [out.sequences, *out.logits]
+
+    want = run(twin)
+    enable(model)
+    for x, y in zip(run(twin), want, strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(run(model)[0], want[0])
+
+
+def test_other_heads_and_the_bare_model() -> None:
+    torch.manual_seed(0)
+    classifier = transformers.LlamaForSequenceClassification(build("llama", num_labels=3).config).eval()
+    with torch.no_grad():
+        want = classifier(**padded()).logits
+        torch.testing.assert_close(enable(classifier)(**padded()).logits, want, rtol=1e-4, atol=1e-5)
+    bare, reference = enable(fresh("llama").model), stock("llama").model
+    batch = padded()
+    with torch.no_grad():
+        # By position, as a bare model is often called.
+        got = bare(batch["input_ids"], batch["attention_mask"])
+        want = reference(batch["input_ids"], batch["attention_mask"])
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got.last_hidden_state[real], want.last_hidden_state[real], rtol=1e-4, atol=1e-5)
+    assert isinstance(got[CACHE], WavefillCache)
+    disable(bare)
+    assert bare.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-mixed"])
+def test_training_is_as_without_wavefill(family: str) -> None:
+    model, reference = enable(fresh(family)).train(), fresh(family).train()
+    losses = []
+    for one in (model, reference):
+        loss = one(**padded(), labels=padded()["input_ids"]).loss
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(losses[0], losses[1])
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_that_records_gradients_steps_aside_and_says_so() -> None:
+    model, reference = enable(fresh("llama")), stock("llama")
+    with pytest.warns(UserWarning, match="no_grad"):
+        out = model(plain())
+    assert type(out[CACHE]) is DynamicCache
+    assert torch.equal(out.logits, reference(plain()).logits)
+    with pytest.warns(UserWarning, match="no_grad"):
+        more = model(plain(2), **{CACHE: out[CACHE]})
+    assert more.logits.requires_grad
+    with pytest.raises(ValueError, match="gradients"):
+        model(plain(), **{CACHE: WavefillCache(model)})
+    frozen = fresh("llama").requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert isinstance(enable(frozen)(plain())[CACHE], WavefillCache)
+
+
+def test_copies_and_pickles_of_an_enabled_model_are_enabled() -> None:
+    model = enable(fresh("llama"))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(greedy(other), expected(("short",), "llama", greedy))
+        disable(other)
+        assert not other.model._forward_pre_hooks
+        assert other.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "wavefill"
+    assert model.model._forward_pre_hooks
+
+
+def test_a_saved_model_knows_nothing_of_wavefill(tmp_path: Path) -> None:
+    enable(fresh("qwen3")).save_pretrained(tmp_path)
+    for file in tmp_path.glob("*.json"):
+        assert "wavefill" not in json.dumps(json.loads(file.read_text()))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(greedy(loaded), expected(("short",), "qwen3", greedy))
+
+
+def test_threads_generate_side_by_side_on_one_model() -> None:
+    model, got, errors = enable(fresh("llama")), {}, []
+
+    def work(rows: int) -> None:
+        try:
+            got[rows] = tokens(model, plain(5 + rows, rows), 15)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for rows in (1, 2, 3, 4):
+        assert torch.equal(got[rows], tokens(stock("llama"), plain(5 + rows, rows), 15))
+
+
+def test_an_interrupted_forward_leaves_nothing_for_the_next_model() -> None:
+    """KeyboardInterrupt passes the hooks that end a step, so the next forward has to do without them."""
+    model, other = enable(fresh("llama")), fresh("llama")
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model)
+    handle.remove()
+    assert torch.equal(greedy(other), expected(("short",), "llama", greedy))
+    assert torch.equal(greedy(model), expected(("short",), "llama", greedy))
+
+
+def test_a_compiled_model_gives_the_same_tokens() -> None:
+    model = enable(fresh("llama"))
+    ids = plain(9)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager")
+        out = compiled(ids, use_cache=True)
+        for _ in range(2):
+            ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
+            out = compiled(ids[:, -1:], use_cache=True, **{CACHE: out[CACHE]})
+            want = stock("llama")(ids).logits[:, -1]
+            torch.testing.assert_close(out.logits[:, -1], want, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_passes_its_own_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[int | None] = []
+    real = kernels.attention
+
+    def noted(*args: Any, window: int | None, **kwargs: Any) -> torch.Tensor:
+        windows.append(window)
+        return real(*args, window=window, **kwargs)
+
+    monkeypatch.setattr(kernels, "attention", noted)
+    tokens(enable(fresh(family)), plain(2), 2)
+    want = {"qwen2-mixed": [None, 6, 6], "qwen3-mixed": [None, None, 5], "mistral-window": [6] * 3,
+            "mistral-late-window": [26] * 3, "phi3-window": [7] * 3}
+    assert windows == want.get(family, [None] * 3)

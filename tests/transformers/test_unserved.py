@@ -1,0 +1,145 @@
+"""What an enabled model doesn't serve exactly is refused by name, with the next step, before any token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers.generation")
+
+import torch
+import transformers
+from tiny import (
+    CACHE,
+    fresh,
+    one_thread,  # noqa: F401
+    plain,
+    stock,
+)
+from transformers import DynamicCache, StaticCache
+
+from wavefill import InvalidArgument, InvalidType, UnsupportedModel
+from wavefill.integrations.transformers import enable
+from wavefill.integrations.transformers.cache import adopt
+
+pytestmark = pytest.mark.transformers
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+#: model class -> (configuration besides, what the message must name).
+UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
+    "Gemma2ForCausalLM": ({}, "soft cap"),
+    "GptOssForCausalLM": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
+    "BloomForCausalLM": ({"n_head": 4, "n_layer": 2}, "ALiBi"),
+    "DeepseekV3ForCausalLM": ({"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+                               "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1,
+                               "topk_group": 1}, "MLA"),
+    "Qwen3NextForCausalLM": ({"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1,
+                              "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+                              "linear_value_head_dim": 8}, "without attention"),
+    "MambaForCausalLM": ({"state_size": 4}, "without attention"),
+    "T5ForConditionalGeneration": ({"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4,
+                                    "decoder_start_token_id": 0}, "encoder or cross-attention"),
+    "GPT2LMHeadModel": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "tested families"),
+    "OlmoForCausalLM": ({}, "tested families"),
+    "Qwen3MoeForCausalLM": ({"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+                            "tested families"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_models_that_are_not_served_are_refused_by_name(name: str) -> None:
+    extra, reason = UNSERVED[name]
+    kind = getattr(transformers, name)
+    config = kind.config_class(**{**_SMALL, **extra})
+    model = kind(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match=rf"{name} .*{reason}.*Run it with its own attention"):
+        enable(model)
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_changed_attention_of_a_served_family_is_refused() -> None:
+    model = fresh("llama")
+
+    class Capped(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        pass
+
+    model.model.layers[1].self_attn.__class__ = Capped
+    with pytest.raises(UnsupportedModel, match="Capped in place of LlamaAttention"):
+        enable(model)
+
+
+def test_models_outside_of_the_cpu_or_the_dtypes_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="float64"):
+        enable(fresh("llama").to(torch.float64))
+    with pytest.raises(UnsupportedModel, match=r"on meta.*CPU"):
+        enable(fresh("llama").to("meta"))
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(**{**_SMALL, "head_dim": 640})
+        wide = transformers.LlamaForCausalLM(config)
+    with pytest.raises(UnsupportedModel, match="CPU"):
+        enable(wide)
+    bidirectional = fresh("llama")
+    bidirectional.config.is_causal = False
+    with pytest.raises(UnsupportedModel, match="not causal"):
+        enable(bidirectional)
+    with pytest.raises(InvalidType, match="model"):
+        enable(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "", None])
+def test_kv_formats_other_than_the_models_own_are_refused(kv_format: Any) -> None:
+    with pytest.raises(InvalidArgument, match="kv_format"):
+        enable(fresh("llama"), kv_format=kv_format)
+
+
+@pytest.mark.parametrize("name", ["static", "offloaded", "offloaded_static"])
+def test_other_cache_implementations_are_refused(name: str) -> None:
+    model = enable(fresh("llama"))
+    kind = {"static": "StaticCache", "offloaded": "offloaded cache", "offloaded_static": "offloaded cache"}[name]
+    with pytest.raises(InvalidArgument, match=rf"past_key_values: .*{kind}.*disable\(model\)"):
+        model.generate(plain(), max_new_tokens=3, cache_implementation=name, disable_compile=True)
+
+
+def test_other_caches_of_the_caller_are_refused() -> None:
+    model = enable(fresh("llama"))
+    with torch.no_grad():
+        filled = stock("llama")(plain(), use_cache=True)[CACHE]
+        caches = [
+            (StaticCache(model.config, max_cache_len=40), "StaticCache"),
+            (filled, "DynamicCache with 13 tokens"),
+        ]
+        for cache, name in caches:
+            with pytest.raises(InvalidArgument, match=f"past_key_values: .*{name}"):
+                model(plain(1), use_cache=True, **{CACHE: cache})
+            with pytest.raises(InvalidArgument, match=f"past_key_values: .*{name}"):
+                model.generate(plain(14), max_new_tokens=3, **{CACHE: cache})
+    assert filled.get_seq_length() == 13
+
+    class Mine(DynamicCache):
+        pass
+
+    with pytest.raises(InvalidArgument, match="Mine"):
+        adopt(Mine(), 3)
+    with pytest.raises(InvalidType, match="tuple"):
+        adopt((), 3)
+
+
+def test_options_that_need_the_weights_are_refused() -> None:
+    model = enable(fresh("llama"))
+    with torch.no_grad(), pytest.raises(InvalidArgument, match="output_attentions"):
+        model(plain(), use_cache=True, output_attentions=True)
+    with torch.no_grad(), pytest.raises(InvalidArgument, match="is_causal"):
+        model(plain(), use_cache=True, is_causal=False)
+    dropping = enable(fresh("llama"))
+    for layer in dropping.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with torch.no_grad(), pytest.raises(InvalidArgument, match="attention_dropout"):
+        dropping.train()(plain(), use_cache=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidType, match="autocast"):
+        enable(fresh("llama"))(plain(), use_cache=True)
