@@ -24,7 +24,7 @@ class Prompt:
 
 
 def built_in_text() -> str:
-    """The text shipped with the package: chapters I to III of Alice's Adventures in Wonderland (see NOTICE)."""
+    """The text shipped with the package: chapters II to IV of Alice's Adventures in Wonderland (see NOTICE)."""
     return (files("wavefill") / "data" / _BOOK).read_text(encoding="utf-8")
 
 
