@@ -17,7 +17,7 @@ DEMO_JSON ?= demo.json
 DEMO := .venv
 DEV := .venv-dev
 RUN := $(DEV)/bin/python -m
-PIP_INSTALL := -m pip --disable-pip-version-check install --quiet
+PIP_INSTALL := -m pip --disable-pip-version-check install -qq
 
 # What pyproject.toml asks for to compile; a build without isolation needs it in the environment.
 BUILD_REQUIRES = $(shell $(DEV)/bin/python -c "import tomllib; \

@@ -271,6 +271,15 @@ def test_command_writes_pictures(tmp_path):
     assert f"wrote {html}" in out.replace("\n", "")
 
 
+def test_command_draws_as_many_panels_as_asked(tmp_path):
+    html = tmp_path / "t.html"
+    shape = ("--lens", "17x8192", "--device", "h200", "--workers", "132", "--html", str(html))
+    drawn = [run(*shape, "--panels", panels).stdout.count("done after") for panels in ("1", "2", "9")]
+    assert drawn == [1, 2, 4]
+    run(*shape, "--panels", "2")
+    assert html.read_text().count('role="img"') == 2
+
+
 def test_command_emulates():
     pytest.importorskip("torch")
     args = ("--lens", "700,0,130", "--hq", "4", "--kh", "2", "--d", "16", "--dv", "8", "--workers", "3", "--tile", "32",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,8 @@ def explain(
     read_gbs: Annotated[float | None, typer.Option(
         help="Read bandwidth in GB/s for the floor time, as `wavefill bench` measures it.")] = None,
     timeline: Annotated[bool, typer.Option(help="Draw the timeline of each schedule here.")] = True,
+    panels: Annotated[int | None, typer.Option(
+        min=1, help="Draw this many timelines, that of the choice first; all if not given.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the timelines to this HTML file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the timelines to this PNG (needs the bench extra).")] = None,
     emulate: Annotated[bool, typer.Option(
@@ -62,11 +65,12 @@ def explain(
         read_bandwidth=None if read_gbs is None else read_gbs * 1e9,
     )
     replay = _emulate(choice, seq_lens, quiet=json) if emulate else None
-    _write_files(choice, html, png)
+    drawn = choice if panels is None else replace(choice, considered=choice.considered[:panels - 1])
+    _write_files(drawn, html, png)
     if json:
         print_json(choice.to_dict() | ({"emulation": replay.to_dict()} if replay else {}))
         return
-    _print(choice, timeline)
+    _print(drawn, timeline)
     if replay:
         typer.echo("\n" + "\n".join(replay.summary()))
     for path in (html, png):
