@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from wavefill import cli
 from wavefill.bench import decoding, gguf, prompts
 from wavefill.bench import models as store
+from wavefill.bench.divergence import Comparison, FirstDifference
 from wavefill.spec import BackendUnavailable, InvalidArgument
 
 pytestmark = pytest.mark.transformers
@@ -118,6 +119,16 @@ def test_text_is_streamed_and_summed_up(folder: Path) -> None:
     for words in ("float32", "bfloat16", "tokens/s", "transformers sdpa", "speed-up", "GB/s", "grows with context"):
         assert words in result.stdout
     assert "tokens are identical" in result.stdout
+
+
+def test_other_tokens_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FirstDifference(3, (7, 8), (1.0, 1.0), 2.0, (3.0, 0.1), "float64", within_rounding=False)
+    monkeypatch.setattr("wavefill.bench.e2e.compare", lambda *_: Comparison(False, 8, 3.0, first))
+    result = runner.invoke(cli.app, ["generate", "--model", str(folder), "--compare", "sdpa", "--context", "200",
+                                     "--max-new-tokens", "8"])
+    assert result.exit_code == 1
+    assert "MORE THAN ROUNDING EXPLAINS" in result.stdout
+    assert "error: the tokens differ from sdpa's" in result.stderr
 
 
 def test_tokens_are_those_of_plain_generate(folder: Path) -> None:

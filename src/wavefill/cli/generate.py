@@ -83,6 +83,9 @@ def generate(
         print_generate(report_)
         if output is not None:
             typer.echo(f"wrote {output}", err=True)
+    if any("tokens" in run and not run["tokens"]["acceptable"] for run in runs):
+        typer.echo("error: the tokens differ from sdpa's by more than rounding explains", err=True)
+        raise typer.Exit(1)
 
 
 def _read(prompt: str | None) -> str | None:
