@@ -141,11 +141,11 @@ def init_continuous_batching(
     try:
         manager = stock(self, generation_config=generation_config, continuous_batching_config=config,
                         workload_hints=workload_hints)
+        if not hasattr(manager, "_original_attn_impl"):
+            raise refusal("must have a manager that restores the model's attention", installed())
     except BaseException:
         self.config._attn_implementation = name
         raise
-    if not hasattr(manager, "_original_attn_impl"):
-        raise refusal("must let its manager restore the model's attention", installed())
     manager._original_attn_impl = plain  # what `manager.stop` goes back to
     if manager not in _managers:
         manager.continuous_batching_config.max_blocks_per_request = blocks
