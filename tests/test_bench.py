@@ -97,10 +97,11 @@ def test_median_and_spread() -> None:
 
 
 @pytest.mark.parametrize("row", [UNIFORM, RAGGED], ids=lambda row: row.name)
+@pytest.mark.parametrize("order", inputs.ORDERS)
 @pytest.mark.parametrize("layout", inputs.LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_variant_computes_the_same_attention(row: suites.Row, layout: str, dtype: str) -> None:
-    made = inputs.build(row, dtype, layout, 8, peers=True)
+def test_every_variant_computes_the_same_attention(row: suites.Row, layout: str, order: str, dtype: str) -> None:
+    made = inputs.build(row, dtype, layout, 8, order=order, peers=True)
     assert len(made.copies) == timing.copies(row.kv_bytes(dtype))
     exact = verify.oracle(made)
     for copy in made.copies:
@@ -134,7 +135,7 @@ def test_the_even_batch_reads_the_same_pages() -> None:
 def test_a_run_times_all_variants() -> None:
     result, = cpu.run([RAGGED], dtype="bfloat16", layout="paged", page_size=8, schedules=cpu.SCHEDULES, seconds=0.0)
     assert set(result.times) == {"wavefill", "wavefill:stream_k", "wavefill:fixed", "wavefill:invariant",
-                                 "wavefill:even", "sdpa", "read"}
+                                 "wavefill:even", "sdpa", "sdpa G as rows", "read"}
     assert result.absent == {"flex": "not run in this test"}
     assert result.correct
     found = result.to_dict()

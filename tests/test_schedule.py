@@ -272,14 +272,6 @@ def test_100_000_requests_take_well_under_a_second(schedule, shape):
     assert line.table.tiles == 8 * int(-(-stops // 64).sum())
 
 
-def test_resolve_is_cheap_for_a_few_rows():
-    starts, stops = [0] * 4, [4096] * 4
-    begun = time.process_time()
-    for _ in range(1000):
-        sch.resolve(Fixed(), starts, stops, 8, 2, 64)
-    assert time.process_time() - begun < 0.05  # 50 us a call; a few in practice
-
-
 # ------------------------------------------------------------------------------------------------------ errors
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wavefill.bench import verify
 from wavefill.bench.inputs import Inputs, build
-from wavefill.bench.peers import Peer, flex, sdpa
+from wavefill.bench.peers import PEERS, Peer, flex, folded, sdpa
 from wavefill.bench.suites import Row
 from wavefill.bench.timing import Samples, interleave
 
@@ -61,7 +61,7 @@ class RowResult:
                          for name, s in self.times.items()},
             "gbs": {name: self.kv_bytes / s.median / 1e9 for name, s in self.times.items()},
             "read_share": self.read_share(),
-            "speedup": {name: self.speedup(name) for name in ("sdpa", "flex") if name in self.times},
+            "speedup": {name: self.speedup(name) for name in PEERS if name in self.times},
             "max_error": self.errors, "absent": self.absent,
         }
 
@@ -72,6 +72,7 @@ def run(
     dtype: str,
     layout: str,
     page_size: int,
+    order: str = "HND",
     schedules: Sequence[str] = ("auto",),
     peers: bool = True,
     seconds: float = ROW_SECONDS,
@@ -83,14 +84,14 @@ def run(
     results = []
     for i, row in enumerate(rows):
         report(f"{row.name}: making {dtype} KV", i / len(rows))
-        inputs = build(row, dtype, layout, page_size, peers=peers)
+        inputs = build(row, dtype, layout, page_size, order=order, peers=peers)
         report(f"{row.name}: checking, then timing", (i + 0.3) / len(rows))
         results.append(_measure(inputs, dtype, schedules, others, seconds))
     return results
 
 
 def _peers() -> dict[str, Peer | str]:
-    return {"sdpa": Peer("sdpa", sdpa), "flex": flex()}
+    return {"sdpa": Peer("sdpa", sdpa), "sdpa G as rows": Peer("sdpa G as rows", folded), "flex": flex()}
 
 
 def _measure(

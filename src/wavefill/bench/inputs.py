@@ -13,6 +13,7 @@ from wavefill.spec import invalid
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = ("paged", "contiguous")
+ORDERS = ("HND", "NHD")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Copy:
         """The contiguous memory that holds the row's KV, and nothing else."""
         if block_table is not None:
             return [self.k, self.v]
-        return [cache[b, :n] for b, n in enumerate(lens.tolist()) for cache in (self.k, self.v)]
+        requests = [cache[b, :n] for b, n in enumerate(lens.tolist()) for cache in (self.k, self.v)]
+        return [part for span in requests for part in ([span] if span.is_contiguous() else span.unbind(1))]
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,21 @@ class Inputs:
     even: tuple[Tensor, Tensor] | None
 
 
-def build(row: Row, dtype: str, layout: str, page_size: int, *, peers: bool, seed: int = 0) -> Inputs:
+def build(
+    row: Row, dtype: str, layout: str, page_size: int, *, order: str = "HND", peers: bool, seed: int = 0
+) -> Inputs:
     """Random inputs of `row`: q, K and V from a normal distribution, pages in a random order.
 
+    order: "HND", the tokens of one KV head side by side in each page, as in `PagedKVCache`; or "NHD", the heads of one
+           token side by side.
     peers: lay out copies for the peers as well, which takes as much memory again.
     """
     if layout not in LAYOUTS:
         raise invalid("layout", f"must be one of {', '.join(LAYOUTS)}", repr(layout), "Use one of these.")
     if dtype not in DTYPES:
         raise invalid("dtype", f"must be one of {', '.join(DTYPES)}", repr(dtype), "Use one of these.")
+    if order not in ORDERS:
+        raise invalid("order", f"must be one of {', '.join(ORDERS)}", repr(order), "Use one of these.")
     if page_size < 1:
         raise invalid("page_size", "must be at least 1", page_size, "Give a whole number from 1.")
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +78,7 @@ def build(row: Row, dtype: str, layout: str, page_size: int, *, peers: bool, see
     made: list[Copy] = []
     for _ in range(copies(row.kv_bytes(dtype))):
         # Not zeroed: slots past a request's end in a contiguous cache take no memory as long as nobody reads them.
-        k, v = (torch.empty(*shape, row.KH, row.D, dtype=kind) for _ in range(2))
+        k, v = (_storage(shape, row, kind, order) for _ in range(2))
         copy = Copy(k, v, [])
         for i, span in enumerate(copy.spans(lens, table)):
             if made:
@@ -83,6 +91,13 @@ def build(row: Row, dtype: str, layout: str, page_size: int, *, peers: bool, see
         made.append(copy)
     q = torch.randn(len(row.lens), row.HQ, row.D, generator=generator).to(kind)
     return Inputs(row, q, lens, table, made, _even(row, table, page_size))
+
+
+def _storage(shape: tuple[int, int], row: Row, dtype: torch.dtype, order: str) -> Tensor:
+    blocks, tokens = shape
+    if order == "HND":
+        return torch.empty(blocks, row.KH, tokens, row.D, dtype=dtype).transpose(1, 2)
+    return torch.empty(blocks, tokens, row.KH, row.D, dtype=dtype)
 
 
 def _block_table(lens: tuple[int, ...], page_size: int, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from wavefill.bench.peers import PEERS
+
 if TYPE_CHECKING:
     from wavefill.bench.cpu import RowResult
     from wavefill.bench.overhead import Overhead
@@ -20,7 +22,7 @@ def duration(seconds: float) -> str:
 
 def kernel_table(results: Sequence[RowResult]) -> tuple[list[str], Cells]:
     """Header and rows: KV size, wavefill's time, GB/s and share of the read bandwidth, read floor, peers, speed-ups."""
-    peers = [peer for peer in ("sdpa", "flex") if any(peer in r.times or peer in r.absent for r in results)]
+    peers = [peer for peer in PEERS if any(peer in r.times or peer in r.absent for r in results)]
     extra = list(dict.fromkeys(name for r in results for name in (*r.times, *r.absent)
                                if name.startswith("wavefill:") and name != "wavefill:even"))
     even = any("wavefill:even" in r.times for r in results)
@@ -55,8 +57,8 @@ def kernel_notes(results: Sequence[RowResult]) -> list[str]:
             reasons.setdefault(f"{name}: {why}", []).append(result.row.name)
     notes = [f"{why} ({'all rows' if len(rows) == len(results) else ', '.join(rows)})"
              for why, rows in reasons.items()]
-    if any(r.row.ragged and ("sdpa" in r.times or "flex" in r.times) for r in results):
-        notes.append("ragged rows: sdpa and flex take no ragged batch and run once a request")
+    if any(r.row.ragged and any(peer in r.times for peer in PEERS) for r in results):
+        notes.append("ragged rows: the peers take no ragged batch and run once a request")
     return notes
 
 

@@ -36,6 +36,8 @@ def kernels(
     dtype: Annotated[str, typer.Option(help="Of q and the KV cache: bfloat16, float16 or float32.")] = "bfloat16",
     layout: Annotated[str, typer.Option(
         help="KV as wavefill reads it: paged (pages in a random order) or contiguous.")] = "paged",
+    order: Annotated[str, typer.Option(
+        help="HND: the tokens of a KV head side by side, as in PagedKVCache; NHD: the heads of a token.")] = "HND",
     page_size: Annotated[int | None, typer.Option(
         min=1, help="Tokens of a page; the suite's own if not given.")] = None,
     schedules: Annotated[str, typer.Option(
@@ -57,9 +59,9 @@ def kernels(
 
     used = _threads(threads)
     with progress(json) as bar:
-        results = cpu.run(chosen, dtype=dtype, layout=layout, page_size=page_size or suite.page_size,
+        results = cpu.run(chosen, dtype=dtype, layout=layout, page_size=page_size or suite.page_size, order=order,
                           schedules=wanted, peers=peers, seconds=seconds, report=bar)
-    facts = {"layout": layout, "page_size": page_size or suite.page_size if layout == "paged" else None,
+    facts = {"layout": layout, "order": order, "page_size": page_size or suite.page_size if layout == "paged" else None,
              "schedule": wanted[0]}
     _emit(used, facts, results, report.kernel_table(results), report.kernel_notes(results), output, json)
     if not all(result.correct for result in results):
