@@ -114,6 +114,14 @@ def test_comparison(folder: Path, tmp_path: Path, dtype: str) -> None:
         assert key in found
 
 
+def test_a_short_prompt_has_no_growing_part(folder: Path) -> None:
+    result = generate(folder, "--compare", "sdpa", "--context", "100", "--max-new-tokens", "4", "--json")
+    run, = json.loads(result.stdout)["runs"]
+    assert "growing_ms" not in run["wavefill"]
+    assert run["speedup"]["growing"] is None
+    assert run["speedup"]["token"] > 0
+
+
 def test_text_is_streamed_and_summed_up(folder: Path) -> None:
     result = generate(folder, "--compare", "sdpa", "--context", "200", "--max-new-tokens", "20", "--dtype", "both")
     for words in ("float32", "bfloat16", "tokens/s", "transformers sdpa", "speed-up", "GB/s", "grows with context"):

@@ -30,7 +30,8 @@ class Timing:
     """Times of one implementation, in seconds.
 
     first:  to the first token at the full context, prefill included.
-    steps:  of each later token at the full context; short: the same at a context of 64.
+    steps:  of each later token at the full context.
+    short:  the same at a context of 64; none where the full context is hardly longer.
     """
 
     first: float
@@ -78,14 +79,15 @@ class Result:
     comparison: Comparison
 
     def to_dict(self) -> dict[str, Any]:
-        growing = self.sdpa.growing / self.wavefill.growing if self.wavefill.growing > 0 else None
+        both = self.wavefill.short and self.sdpa.short
+        growing = self.sdpa.growing / self.wavefill.growing if both and self.wavefill.growing > 0 else None
         return {
             "wavefill": self.wavefill.to_dict(self.kv_bytes),
             "sdpa": self.sdpa.to_dict(self.kv_bytes),
             "speedup": {"token": self.sdpa.token / self.wavefill.token, "growing": growing,
                         "first_token": self.sdpa.first / self.wavefill.first},
             "read_bandwidth_gbs": self.read_bandwidth / 1e9,
-            "kv_bytes_per_token": self.kv_bytes,
+            "kv_bytes_per_token": self.kv_bytes if both else None,
             "tokens": self.comparison.to_dict(),
         }
 
@@ -120,7 +122,7 @@ def run(
 
     bandwidth = ReadBandwidth()
     ours, theirs = _wavefill(model, prompt), _sdpa(model, prompt)
-    short = _short_steps(model, prompt[:SHORT_CONTEXT], bandwidth, report)
+    short = _short_steps(model, prompt, bandwidth, report)
     for begin in range(0, new_tokens, BLOCK):
         count = min(BLOCK, new_tokens - begin)
         if begin == 0:
@@ -138,7 +140,7 @@ def run(
     comparison = compare((ours.tokens, theirs.tokens), (ours.logits, theirs.logits), precise_at,
                          float(torch.finfo(model.dtype).eps))
     middle = len(prompt) + new_tokens / 2
-    grown = _kv_bytes(model, middle) - _kv_bytes(model, min(SHORT_CONTEXT, len(prompt)) + BLOCK / 2)
+    grown = _kv_bytes(model, middle) - _kv_bytes(model, SHORT_CONTEXT + BLOCK / 2)
     return Result(Timing(ours.first, tuple(ours.steps), short[0]), Timing(theirs.first, tuple(theirs.steps), short[1]),
                   bandwidth.median(), grown, tuple(ours.tokens), comparison)
 
@@ -146,10 +148,12 @@ def run(
 def _short_steps(
     model: Any, prompt: list[int], bandwidth: ReadBandwidth, report: Report
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Steps of wavefill and of sdpa at a short context; one round does when it is only to warm up."""
     steps: tuple[list[float], list[float]] = ([], [])
-    decoders = _wavefill(model, prompt), _sdpa(model, prompt)
-    for turn in range(SHORT_ROUNDS):
-        report(f"both at a context of {len(prompt)}", 0.2 * turn / SHORT_ROUNDS)
+    short = prompt[:SHORT_CONTEXT]
+    decoders = _wavefill(model, short), _sdpa(model, short)
+    for turn in range(SHORT_ROUNDS if len(prompt) >= 2 * SHORT_CONTEXT else 1):
+        report(f"both at a context of {len(short)}", 0.2 * turn / SHORT_ROUNDS)
         for decoder, into in zip(decoders, steps, strict=True):
             decoder.block(BLOCK)
             if turn > 0:

@@ -93,7 +93,7 @@ def _read(prompt: str | None) -> str | None:
         return None
     raw = sys.stdin.buffer.read() if prompt == "-" else Path(prompt).expanduser().read_bytes()
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").removesuffix("\n")  # the end of the last line is no part of a question
     except UnicodeDecodeError as error:
         raise invalid("--prompt", "must be UTF-8 text", f"{prompt} ({error.reason} at byte {error.start})",
                       "Convert the file.") from None
