@@ -76,13 +76,15 @@ MODES: dict[str, Callable[[PreTrainedModel], Tensor]] = {
 #: What every family runs; the rest doesn't depend on the layers and runs on a few.
 EVERYWHERE = ("greedy", "padded", "beams", "same-assistant", "chunked-prefill", "second-turn")
 FEW = ("llama", "qwen2-mixed", "mistral-window")
+#: Stock transformers 5.17 fails here on layers of two kinds.
+ONLY_LLAMA = ("early-exit",)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_sdpa(family: str, mode: str) -> None:
-    if mode not in EVERYWHERE and family not in FEW:
-        pytest.skip("this mode runs on three families")
+    if mode not in EVERYWHERE and family not in FEW[: 1 if mode in ONLY_LLAMA else None]:
+        pytest.skip("this mode runs on fewer families")
     run = MODES[mode]
     got = run(enable(fresh(family)))
     assert torch.equal(got, expected((mode,), family, run))
