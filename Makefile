@@ -14,6 +14,9 @@ CONTEXT ?= 7900
 TOKENS ?= 64
 DEMO_JSON ?= demo.json
 
+# Arguments of pytest: what to run, and how. Two processes use two cores better than one does; many more gain nothing.
+PYTEST ?= -n 2
+
 DEMO := .venv
 DEV := .venv-dev
 RUN := $(DEV)/bin/python -m
@@ -47,8 +50,9 @@ test: $(DEV)/.installed
 	$(MAKE) try-wheel
 	$(MAKE) pytest
 
+# Passive: threads that wait sleep, so that the processes don't wait for each other's idle threads.
 pytest: $(DEV)/.installed
-	$(RUN) pytest $(PYTEST)
+	OMP_WAIT_POLICY=passive $(RUN) pytest $(PYTEST)
 
 test-transformers: $(DEV)/.installed
 	$(DEV)/bin/python tools/test_transformers.py --python $(DEV)/bin/python
