@@ -244,6 +244,18 @@ def test_a_compiled_model_gives_the_same_tokens() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("name", ["wavefill", "wavefill_over_eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_the_registered_name_alone_stays_causal(family: str, name: str) -> None:
+    """Case P2: an implementation that is chosen by name, without what `enable` sets up around it."""
+    enable(fresh("llama"))  # so that the names are registered
+    model = fresh(family)
+    model.set_attn_implementation(name)
+    assert torch.equal(greedy(model), expected(("short",), family, greedy))
+    with torch.no_grad():
+        torch.testing.assert_close(model(plain()).logits, stock(family)(plain()).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_passes_its_own_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     windows: list[int | None] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -88,8 +90,23 @@ def test_models_outside_of_the_cpu_or_the_dtypes_are_refused() -> None:
     bidirectional.config.is_causal = False
     with pytest.raises(UnsupportedModel, match="not causal"):
         enable(bidirectional)
+    turned = fresh("llama")
+    turned.model.layers[2].self_attn.is_causal = False
+    with pytest.raises(UnsupportedModel, match="not causal"):
+        enable(turned)
+    flexible = fresh("llama")
+    flexible.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModel, match="flex_attention"):
+        enable(flexible)
     with pytest.raises(InvalidType, match="model"):
         enable(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("version", ["5.16.1", "4.57.6", "5.9.0"])
+def test_older_releases_are_refused_at_import(version: str) -> None:
+    code = f"import transformers; transformers.__version__ = {version!r}; import wavefill.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"needs transformers 5.17 or newer: found {version}. Run pip" in done.stderr
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8", "", None])

@@ -23,7 +23,7 @@ from tiny import (
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from wavefill import InvalidArgument, WavefillError
+from wavefill import InvalidArgument, PagedKVCache, WavefillError
 from wavefill.integrations.transformers import WavefillCache, enable
 from wavefill.integrations.transformers.cache import PagedLayer, rows_of
 
@@ -216,6 +216,19 @@ def test_a_forward_that_fails_midway_leaves_the_cache_as_it_was(layer: int) -> N
     alike(out.logits[:, -1], forward(reference, ids).logits[:, -1])
 
 
+def test_an_empty_cache_takes_any_number_of_rows() -> None:
+    """Also one that was cropped to nothing, and one whose first forward failed."""
+    model = enable(fresh("llama"))
+    cache = WavefillCache(model)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        forward(model, plain(9, 3), cache)
+    handle.remove()
+    for rows in (2, 1):
+        alike(forward(model, plain(5, rows), cache).logits, forward(stock("llama"), plain(5, rows)).logits)
+        cache.crop(-5)
+
+
 def test_growth_copies_no_more_than_a_constant_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enable(fresh("llama"))
     cache = WavefillCache(model)
@@ -228,6 +241,31 @@ def test_growth_copies_no_more_than_a_constant_a_token(monkeypatch: pytest.Monke
     tokens_held = cache.get_seq_length()
     assert sum(grown) * pages.page_size < 8 * tokens_held
     assert len(grown) < 12
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-mixed"])
+def test_slots_without_a_token_are_never_attended(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case P1: the capacity of a buffer taken for the number of tokens in it. Here the free slots hold NaN."""
+    real = PagedKVCache.grow
+
+    def poisoned(self: PagedKVCache, num_pages: int) -> None:
+        before = self.num_pages
+        real(self, num_pages)
+        for layer in range(self.layers):
+            pages = self.view(layer)
+            pages.k[before:] = torch.nan
+            pages.v[before:] = torch.nan
+
+    monkeypatch.setattr(PagedKVCache, "grow", poisoned)
+    for inputs in (plain(100), padded()):
+        assert torch.equal(tokens(enable(fresh(family)), inputs, 9), tokens(stock(family), inputs, 9))
+
+
+def test_a_prompt_that_reaches_its_window_while_decoding() -> None:
+    """Case K10: window 8, prompt 6, four steps."""
+    model = build("mistral", sliding_window=8)
+    want = tokens(model, plain(6), 4)
+    assert torch.equal(tokens(enable(model), plain(6), 4), want)
 
 
 def test_a_cache_belongs_to_an_enabled_model_of_its_size() -> None:

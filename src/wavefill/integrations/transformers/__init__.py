@@ -7,13 +7,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 try:
-    import transformers as _transformers  # noqa: F401
+    import transformers
+
+    # The oldest release that the tests run; held here, before anything is taken that older ones don't have.
+    if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (5, 17):
+        raise ImportError(f"found {transformers.__version__}")
 except ImportError as error:
     raise ImportError(
-        f"wavefill.integrations.transformers needs transformers: {error}. Run pip install 'wavefill[transformers]'."
+        f"wavefill.integrations.transformers needs transformers 5.17 or newer: {error}. "
+        "Run pip install -U 'wavefill[transformers]'."
     ) from error
 
 from transformers import PreTrainedModel
@@ -22,7 +28,7 @@ from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.attention import register
 from wavefill.integrations.transformers.cache import WavefillCache
 from wavefill.integrations.transformers.hooks import after, before
-from wavefill.integrations.transformers.names import name_over, plain_name, previous_of
+from wavefill.integrations.transformers.names import name_over, previous_of
 from wavefill.integrations.transformers.support import PREVIOUS, check_model, decoder_of
 from wavefill.spec import UnsupportedModel, invalid
 
@@ -51,15 +57,15 @@ def enable(model: Model, kv_format: str = "auto") -> Model:
         raise invalid("kv_format", 'must be "auto"', repr(kv_format), "Quantised formats are not in this version.")
     decoder = check_model(model)
     current = model.config._attn_implementation
-    previous = previous_of(current) or current
-    if previous not in PREVIOUS:
-        raise UnsupportedModel(
-            f"model: its attention implementation must be one of {', '.join(PREVIOUS)}; got {current!r}. "
-            'Call model.set_attn_implementation("sdpa") first.'
-        )
-    register()
-    if plain_name(current) != name_over(previous):
-        model.set_attn_implementation(name_over(previous))
+    # A name of ours may belong to a running continuous-batching manager, and stays.
+    if previous_of(current) is None:
+        if current not in PREVIOUS:
+            raise UnsupportedModel(
+                f"model: its attention implementation must be one of {', '.join(PREVIOUS)}; got {current!r}. "
+                'Call model.set_attn_implementation("sdpa") first.'
+            )
+        register()
+        model.set_attn_implementation(name_over(current))
     if _HANDLES not in decoder.__dict__:
         decoder.__dict__[_HANDLES] = (
             decoder.register_forward_pre_hook(before, with_kwargs=True),

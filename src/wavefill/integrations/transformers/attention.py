@@ -82,7 +82,8 @@ def attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"model: {type(module).__name__} passes {name}=, which wavefill doesn't compute in "
                                    "transformers yet. Call wavefill.integrations.transformers.disable(model).")
-    if kwargs.get("is_causal") is False:
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise invalid("is_causal", "must be true with a wavefill cache", False,
                       "Pass use_cache=False for attention that is not causal.")
     step = attention_mask
@@ -125,10 +126,10 @@ def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor,
         return causal(query=query, key=key, value=value)[0]
     batch, heads, q_len, _ = query.shape
     out = query.new_zeros(batch, q_len, heads, value.shape[-1])
-    for row, real in enumerate(step.new):
+    for row, real in enumerate(step.runs):
         if step.counts[row]:
-            some = (x[row, None][:, :, real] for x in (query, key, value))
-            out[row, real] = causal(**dict(zip(("query", "key", "value"), some, strict=True)))[0][0]
+            q, k, v = (x[row : row + 1, :, real] for x in (query, key, value))
+            out[row, real] = causal(query=q, key=k, value=v)[0][0]
     return out
 
 

@@ -70,6 +70,18 @@ class Step:
         return None if self.new is None else self.new.flatten().nonzero().squeeze(1)
 
     @cached_property
+    def runs(self) -> list[slice | Tensor]:
+        """Each row's real new tokens: a slice where they are one run, else their positions."""
+        if self.new is None:
+            return [slice(None)] * self.batch
+        runs: list[slice | Tensor] = []
+        for real in self.new:
+            at = real.nonzero().squeeze(1)
+            first, stop = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+            runs.append(slice(first, stop) if stop - first == len(at) else at)
+        return runs
+
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Real new tokens of each row."""
         return (self.q_len,) * self.batch if self.new is None else tuple(self.new.sum(1).tolist())
@@ -129,12 +141,15 @@ class Rows:
     def begin(self, batch: int, q_len: int, attention_mask: Tensor | None, config: Any) -> Step:
         """The step that adds `q_len` slots to each of `batch` rows; nothing is changed before the first layer writes.
 
-        attention_mask: [batch, slots so far + q_len], nonzero for real tokens, or None when all are.
+        attention_mask: [batch, slots so far + q_len], nonzero for real tokens, or None when all are. Cached tokens
+                        that it no longer has are dropped.
         Raises `InvalidArgument` for a batch or a mask that doesn't continue what the cache holds.
         """
-        if self.slots and batch != self.batch:
-            raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
-                          "Start a new cache, or call its batch_repeat_interleave or batch_select_indices.")
+        if self.ids and batch != self.batch:
+            if self.slots:
+                raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
+                              "Start a new cache, or call its batch_repeat_interleave or batch_select_indices.")
+            self.reset()
         mask = self._continued(batch, q_len, attention_mask)
         return Step(self, config, batch, q_len, self.slots, mask, self._held(batch))
 

@@ -7,12 +7,10 @@ else is refused with the class, the feature and the next step.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
@@ -21,13 +19,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
 
 from wavefill.backends import cpu
-from wavefill.spec import AttentionSpec, BackendUnavailable, UnsupportedModel, invalid_type
+from wavefill.spec import AttentionSpec, UnsupportedModel, invalid_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-#: The oldest release whose hooks the tests run.
-OLDEST = (5, 17)
 
 #: Decoder class -> attention class of the families that the tests run.
 FAMILIES: dict[type, type] = {
@@ -40,19 +35,9 @@ FAMILIES: dict[type, type] = {
 FAMILY_NAMES = "Llama, Qwen2, Qwen3, Mistral and Phi-3"
 
 #: Attention implementations that an enabled model may come from (and goes back to).
-PREVIOUS = ("sdpa", "eager", "flex_attention")
+PREVIOUS = ("sdpa", "eager")
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def check_release() -> None:
-    """Refuse a transformers release older than the oldest tested one (BackendUnavailable)."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
-    if numbers < OLDEST:
-        raise BackendUnavailable(
-            f"transformers: must be {'.'.join(map(str, OLDEST))} or newer; got {transformers.__version__}. "
-            "Run pip install -U transformers."
-        )
 
 
 def decoder_of(model: object) -> PreTrainedModel:
@@ -68,7 +53,6 @@ def decoder_of(model: object) -> PreTrainedModel:
 
 def check_model(model: object) -> PreTrainedModel:
     """Return the decoder of `model`, or raise `UnsupportedModel` with the class, the feature and the next step."""
-    check_release()
     decoder = decoder_of(model)
     name = type(model).__name__
     config = decoder.config.get_text_config(decoder=True)
@@ -129,7 +113,10 @@ _FEATURES: dict[str, Callable[[Any, PreTrainedModel], bool]] = {
     "an encoder or cross-attention": lambda config, decoder: (
         _has(config, "is_encoder_decoder", "add_cross_attention") or _modules_have(decoder, "encoder_attn")
     ),
-    "attention that is not causal": lambda config, decoder: getattr(config, "is_causal", True) is False,
+    "attention that is not causal": lambda config, decoder: (
+        getattr(config, "is_causal", True) is False
+        or any(getattr(module, "is_causal", True) is False for module in decoder.modules())
+    ),
     "a soft cap on attention scores": lambda config, decoder: _has(config, "attn_logit_softcapping"),
     "attention sinks": lambda config, decoder: _modules_have(decoder, "sinks"),
     "ALiBi": lambda config, decoder: (
