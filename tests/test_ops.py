@@ -171,7 +171,7 @@ def test_a_direct_call_is_checked() -> None:
         (lambda: WAVEFILL.attention(q, k, v, lens, table, schedule="fixed:splits=x"), InvalidArgument, "schedule: as"),
         (lambda: WAVEFILL.attention(q, k, v, lens, table, schedule="fixed:splits=0"), InvalidArgument, "Fixed.splits"),
         (lambda: WAVEFILL.attention_out(q, k, v, lens, table, out=q), InvalidArgument, "out: .*no memory with q"),
-        (lambda: WAVEFILL.append(cache, other, new, new, slots + 8), InvalidArgument, r"slots\[0\]: must be below .* 8"),
+        (lambda: WAVEFILL.append(cache, other, new, new, slots + 8), InvalidArgument, r"slots\[0\]: must be below .*8"),
         (lambda: WAVEFILL.append(cache, other, new, new, slots.int()), InvalidType, "slots: must be int64"),
         (lambda: WAVEFILL.append(cache, cache, new, new, slots), InvalidArgument, "k_cache: .*no memory with v_cache"),
         (lambda: WAVEFILL.append(cache[:1].expand(2, -1, -1, -1), other, new, new, slots), InvalidArgument,
