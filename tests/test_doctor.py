@@ -79,10 +79,11 @@ def test_it_runs_on_the_core_install() -> None:
     """With torch and its company missing, each section still says what it can and what to install."""
     missing = ("torch", "transformers", "gguf", "safetensors", "tokenizers")
     code = (f"import sys; sys.modules.update(dict.fromkeys({missing})); "
-            "sys.argv = ['wavefill', 'doctor', '--json']; from wavefill.cli import main; main()")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ})
-    assert done.returncode == 0, done.stderr
+            "sys.argv[0] = 'wavefill'; from wavefill.cli import main; main()")
+    for form in ([], ["--json"]):
+        done = subprocess.run([sys.executable, "-c", code, "doctor", *form], capture_output=True, text=True,
+                              timeout=300, check=False, env={**os.environ})
+        assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found) == SECTIONS
     assert "pip install 'wavefill[torch]'" in found["CPU backend"]["usable"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from wavefill.bench.peers import PEERS
-
 if TYPE_CHECKING:
     from wavefill.bench.cpu import RowResult
     from wavefill.bench.overhead import Overhead
@@ -22,6 +20,8 @@ def duration(seconds: float) -> str:
 
 def kernel_table(results: Sequence[RowResult]) -> tuple[list[str], Cells]:
     """Header and rows: KV size, wavefill's time, GB/s and share of the read bandwidth, read floor, peers, speed-ups."""
+    from wavefill.bench.peers import PEERS  # it loads torch, and doctor prints its tables without
+
     peers = [peer for peer in PEERS if any(peer in r.times or peer in r.absent for r in results)]
     extra = list(dict.fromkeys(name for r in results for name in (*r.times, *r.absent)
                                if name.startswith("wavefill:") and name != "wavefill:even"))
@@ -51,6 +51,8 @@ def _kernel_row(result: RowResult, peers: list[str], extra: list[str], even: boo
 
 def kernel_notes(results: Sequence[RowResult]) -> list[str]:
     """What a reader of the table must know: why a time is missing, and how peers run ragged rows."""
+    from wavefill.bench.peers import PEERS
+
     reasons: dict[str, list[str]] = {}
     for result in results:
         for name, why in result.absent.items():

@@ -152,15 +152,12 @@ def _transformers() -> Facts:
         import transformers  # noqa: F401
     except ImportError:
         return {"usable": "no: transformers is not installed. Run: pip install 'wavefill[transformers]'"}
-    from wavefill.integrations.transformers import support
-
-    facts: Facts = {"supported releases": f"{'.'.join(map(str, support.OLDEST))} and newer",
-                    "model families": support.FAMILY_NAMES}
     try:
-        support.check_release()
-    except Exception as error:
-        return {"usable": f"no: {error}", **facts}
-    return {"usable": "yes", **facts}
+        from wavefill.integrations.transformers import support
+        from wavefill.integrations.transformers.continuous.detect import tested_range
+    except Exception as error:  # an old release is refused at import
+        return {"usable": f"no: {error}"}
+    return {"usable": "yes", "model families": support.FAMILY_NAMES, "releases for generate_batch": tested_range()}
 
 
 def _smollm2() -> Facts:
