@@ -113,9 +113,9 @@ def test_debug_shows_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     # A prompt from standard input that never comes: the command waits, with its signal handling in place. A shell's
     # background job ignores the signal and hands that on, so the child takes Python's own handler first.
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-                              "from wavefill.cli import main; print('up', flush=True); main()",
-                              "generate", "--prompt", "-"],
+    code = ("import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from wavefill.cli import main; print('up', flush=True); main()")
+    child = subprocess.Popen([sys.executable, "-c", code, "generate", "--prompt", "-"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "up\n"
