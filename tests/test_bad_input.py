@@ -281,3 +281,9 @@ def test_a_direct_call_of_the_operator_is_refused_with_the_same_words(kind: str)
     arguments, error, start, got = BAD[kind]
     operator = ops.attention_out if "out" in arguments else ops.attention
     assert_complains(lambda: operator(**arguments), error, start, got)
+
+
+@pytest.mark.parametrize("tile", [2**16 + 1, 2**60, 2**63 - 1, 10**30])
+def test_tiles_that_no_scratch_memory_holds_are_refused(tile: int) -> None:
+    with pytest.raises(ValueError, match=r"StreamK\.tile: must be at most 65536; got"):
+        wavefill.StreamK(tile=tile)

@@ -22,6 +22,9 @@ from typing import Literal
 #: Bytes of one element of each KV dtype that kernels read.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+#: Most tokens of a tile: a worker sizes its scratch memory by it.
+MAX_TILE = 1 << 16
+
 
 class WavefillError(Exception):
     """Base of every error that wavefill raises on its own account."""
@@ -98,6 +101,8 @@ class StreamK:
 
     def __post_init__(self) -> None:
         _at_least_one("StreamK.tile", self.tile)
+        if self.tile is not None and self.tile > MAX_TILE:
+            raise invalid("StreamK.tile", f"must be at most {MAX_TILE}", self.tile, "A worker keeps a tile's scores.")
 
 
 @dataclass(frozen=True)
