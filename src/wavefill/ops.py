@@ -167,7 +167,7 @@ def _launch(
 ) -> None:
     """Fills `out` and `lse` on the CPU. Tensors have passed `checks.attention`."""
     D = q.shape[2]
-    auto = _cpu_schedule(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
+    auto = cpu_schedule(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
     chosen = decode_schedule(schedule)
     if max_seq_len is not None or max_q_len is not None:
         _hold_hints(seq_lens, cu_seqlens_q, max_seq_len, max_q_len)
@@ -189,7 +189,7 @@ def _launch(
 
 
 @lru_cache(maxsize=256)
-def _cpu_schedule(HQ: int, KH: int, D: int, DV: int, dtype: str) -> Schedule:
+def cpu_schedule(HQ: int, KH: int, D: int, DV: int, dtype: str) -> Schedule:
     """What "auto" means on the CPU, where no schedule depends on lengths; raises for a shape without a kernel."""
     spec = AttentionSpec(HQ, KH, D, DV, dtype)
     reason = cpu.capability(spec)

@@ -7,17 +7,12 @@ check for a layer is that its K, V and queries are what the cache was made for.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor
 
-from wavefill import select
+from wavefill import checks, ops
 from wavefill.backends import cpu
 from wavefill.cache import KVPages
-from wavefill.hardware import CPU_TILE
-from wavefill.integrations.transformers.support import DTYPES
-from wavefill.spec import AttentionSpec, Schedule, invalid, invalid_type
+from wavefill.spec import invalid, invalid_type
 
 
 def append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -55,16 +50,10 @@ def attention(
     out = query.new_empty(T, HQ, DV)
     cpu.attention(
         query if query.stride(2) == 1 else query.contiguous(), pages.k, pages.v, seq_lens, block_table, cu_seqlens_q,
-        out, None, scale=scale, causal=True, window=window, schedule=_schedule(HQ, KH, D, DV, query.dtype),
+        out, None, scale=scale, causal=True, window=window,
+        schedule=ops.cpu_schedule(HQ, KH, D, DV, checks.DTYPE_NAMES[query.dtype]),
     )
     return out
-
-
-@lru_cache(maxsize=64)
-def _schedule(HQ: int, KH: int, D: int, DV: int, dtype: torch.dtype) -> Schedule:
-    """What "auto" means for these sizes; on the CPU it doesn't depend on lengths."""
-    spec = AttentionSpec(HQ, KH, D, DV, DTYPES[dtype])
-    return select.choose(spec, (), (), torch.get_num_threads(), CPU_TILE).schedule
 
 
 def _other_dtype(name: str, new: Tensor, held: Tensor) -> TypeError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
@@ -19,6 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
 
 from wavefill.backends import cpu
+from wavefill.checks import DTYPE_NAMES
 from wavefill.spec import AttentionSpec, UnsupportedModel, invalid_type
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ FAMILY_NAMES = "Llama, Qwen2, Qwen3, Mistral and Phi-3"
 
 #: Attention implementations that an enabled model may come from (and goes back to).
 PREVIOUS = ("sdpa", "eager")
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def decoder_of(model: object) -> PreTrainedModel:
@@ -80,8 +78,8 @@ def _check_storage(name: str, decoder: PreTrainedModel) -> None:
     for parameter in decoder.parameters():
         if parameter.device.type != "cpu":
             raise _refusal(name, f"is on {parameter.device}, and this version runs on the CPU (model.to('cpu'))")
-    if decoder.dtype not in DTYPES:
-        raise _refusal(name, f"computes in {decoder.dtype}, and the kernels take {', '.join(DTYPES.values())}")
+    if decoder.dtype not in DTYPE_NAMES:
+        raise _refusal(name, f"computes in {decoder.dtype}, and the kernels take {', '.join(DTYPE_NAMES.values())}")
 
 
 def _check_shapes(name: str, config: PretrainedConfig, decoder: PreTrainedModel) -> None:
@@ -90,7 +88,7 @@ def _check_shapes(name: str, config: PretrainedConfig, decoder: PreTrainedModel)
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
     if heads % kv_heads:
         raise _refusal(name, f"has {heads} query heads over {kv_heads} KV heads, which don't divide evenly")
-    spec = AttentionSpec(HQ=heads, KH=kv_heads, D=size, DV=size, dtype=DTYPES[decoder.dtype])
+    spec = AttentionSpec(HQ=heads, KH=kv_heads, D=size, DV=size, dtype=DTYPE_NAMES[decoder.dtype])
     reason = cpu.capability(spec)
     if reason is not None:
         raise _refusal(name, f"can't run on the CPU backend: {reason}")
