@@ -102,7 +102,8 @@ class StreamK:
     def __post_init__(self) -> None:
         _at_least_one("StreamK.tile", self.tile)
         if self.tile is not None and self.tile > MAX_TILE:
-            raise invalid("StreamK.tile", f"must be at most {MAX_TILE}", self.tile, "A worker keeps a tile's scores.")
+            raise invalid("StreamK.tile", f"must be at most {MAX_TILE}", self.tile,
+                          "Leave it out for the backend's own tile, or give a smaller one.")
 
 
 @dataclass(frozen=True)

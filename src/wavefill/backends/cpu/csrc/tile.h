@@ -225,7 +225,10 @@ struct TileWork {
     }
     // Scores are made four tokens at a time: past the last token its address is repeated, and what comes of it lands in
     // the padding of the scores and is overwritten.
-    for (int64_t i = n; i % 4; ++i) out[i] = out[n - 1], tails[i] = tails[n - 1];
+    for (int64_t i = n; i % 4; ++i) {
+      out[i] = out[n - 1];
+      if (full < width) tails[i] = tails[n - 1];
+    }
   }
 
   void score(State &s, int64_t n, const Ahead &ahead) {
