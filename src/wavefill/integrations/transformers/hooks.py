@@ -2,7 +2,8 @@
 
 Hooks on the stack of layers (`LlamaModel` within `LlamaForCausalLM`) see every way in: `generate`, `model(...)`, heads
 other than the language model's, and a call of the stack itself. They are module-level functions that keep nothing, so
-an enabled model can be deep-copied and pickled.
+an enabled model can be deep-copied. Pickled, it keeps the name of the attention but not its registration: a process
+that has enabled no model yet cannot run it.
 """
 
 from __future__ import annotations
