@@ -19,6 +19,7 @@ from tiny import (
     padded,
     plain,
     stock,
+    tokens,
 )
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -56,9 +57,62 @@ def run(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, steps: list[in
 
 
 def agree(family: str, ids: Tensor, mask: Tensor, steps: list[int]) -> None:
+    """At every position: generate samples from the last one, be it padding or not."""
     got, want = (run(m, ids, mask, steps) for m in (enabled(family), stock(family)))
-    real = mask.bool()
-    torch.testing.assert_close(got[real], want[real], rtol=3e-5, atol=3e-5)
+    torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
+
+
+def cut(*zeros: slice | None, width: int = 19) -> Tensor:
+    """A mask of a row for each of `zeros`, 0 there."""
+    mask = torch.ones(len(zeros), width, dtype=torch.long)
+    for row, at in enumerate(zeros):
+        mask[row, at or slice(0)] = 0
+    return mask
+
+
+#: Prompts that end in padding, in some row.
+MASKS = {
+    "right": cut(slice(11, None), None, slice(18, None)),
+    "right and left": cut(slice(11, None), slice(0, 6), None),
+    "both ends": cut(slice(15, None), slice(2, None), None) * cut(slice(0, 3), None, None),
+    "between and right": cut(slice(4, 9), slice(3, 5), None) * cut(slice(17, None), slice(9, None), slice(13, None)),
+    "nothing real": cut(slice(None), None, slice(1, None)),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {}, "sampling": {"do_sample": True, "temperature": 1.7}, "beams": {"num_beams": 3},
+    "return-sequences": {"num_beams": 4, "num_return_sequences": 2}, "chunked-prefill": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", MASKS)
+@pytest.mark.parametrize("family", MODELS)
+def test_prompts_that_end_in_padding_give_all_tokens_of_sdpa(family: str, shape: str, mode: str) -> None:
+    batch, got = {"input_ids": plain(19, 3), "attention_mask": MASKS[shape]}, []
+    for model in (enabled(family), stock(family)):
+        torch.manual_seed(11)
+        got.append(tokens(model, batch, 12, **MODES[mode]))
+    assert torch.equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("first", [None, "right", "between and right"])
+@pytest.mark.parametrize("family", MODELS)
+def test_turns_that_end_in_padding_give_all_tokens_of_sdpa(family: str, first: str | None) -> None:
+    def turns(model: PreTrainedModel) -> list[Tensor]:
+        ids, mask = plain(19, 3), torch.ones(3, 19, dtype=torch.long) if first is None else MASKS[first]
+        said, cache = [], {}
+        for more in (cut(slice(4, None), None, slice(1, None), width=7), cut(None, slice(0, 1), None, width=1),
+                     cut(slice(2, 3), slice(2, None), slice(None), width=5)):
+            out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False,
+                                 return_dict_in_generate=True, **cache)
+            said.append(out.sequences)
+            cache = {CACHE: out[CACHE]}
+            ids = torch.cat([out.sequences, plain(more.shape[1], 3)], 1)
+            mask = torch.cat([mask, torch.ones(3, 6, dtype=torch.long), more], 1)
+        return [*said, tokens(model, {"input_ids": ids, "attention_mask": mask}, 6, **cache)]
+
+    for got, want in zip(turns(enabled(family)), turns(stock(family)), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -103,7 +157,7 @@ def test_any_mask_in_any_pieces(data: st.DataObject) -> None:
     agree(family, ids, mask, steps)
 
 
-def test_a_query_that_is_padding_gets_zero_from_attention() -> None:
+def test_a_query_with_nothing_real_before_it_gets_zero_from_attention() -> None:
     model, seen = fresh("llama"), []
     enable(model)
     batch = padded(3, 9, (4, 0, 9))

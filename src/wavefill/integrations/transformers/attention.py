@@ -63,7 +63,8 @@ def attention(
     query:          [B, HQ, q_len, D].
     key, value:     [B, KH, q_len, D] and [B, KH, q_len, DV], the new tokens alone when there is a step.
     attention_mask: the step, or what the mask function of `previous` made.
-    Returns [B, q_len, HQ, DV], zero where a query is padding, and None for the weights.
+    Returns [B, q_len, HQ, DV], zero where a query has no real token to attend, and None for the weights. A query that
+    is padding attends the real tokens before it, as in sdpa: its own key is no key, but generate may sample from it.
     """
     if not isinstance(attention_mask, Step):
         if continuous.is_paged_call(kwargs):
@@ -88,7 +89,7 @@ def attention(
                       "Pass use_cache=False for attention that is not causal.")
     step = attention_mask
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if sliding_window is not None and step.has_hole:
+    if step.has_late_padding or (sliding_window is not None and step.has_hole):
         return _masked(step, module, query, scale, sliding_window), None
     if step.is_decode:
         return _decode(step, module, query, scale, sliding_window), None
@@ -126,10 +127,10 @@ def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor,
         return causal(query=query, key=key, value=value)[0]
     batch, heads, q_len, _ = query.shape
     out = query.new_zeros(batch, q_len, heads, value.shape[-1])
-    for row, real in enumerate(step.runs):
-        if step.counts[row]:
-            q, k, v = (x[row : row + 1, :, real] for x in (query, key, value))
-            out[row, real] = causal(query=q, key=k, value=v)[0][0]
+    for row, count in enumerate(step.counts):
+        if count:
+            q, k, v = (x[row : row + 1, :, q_len - count:] for x in (query, key, value))
+            out[row, q_len - count:] = causal(query=q, key=k, value=v)[0][0]
     return out
 
 
@@ -150,15 +151,17 @@ def _extend(step: Step, module: Any, query: Tensor, scale: float, window: int | 
     return out.view(batch, q_len, heads, -1)
 
 
-def _masked(step: Step, module: Any, query: Tensor, scale: float, window: int) -> Tensor:
-    """A window over rows with padding between real tokens, which the window counts and the pages don't have: torch's
-    attention with an explicit mask, on a copy of the layer that has every slot. As slow as stock transformers.
+def _masked(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
+    """Queries that the kernels have no form for: padding after real tokens, whose last key is not its own, and windows
+    over padding between real tokens, which the window counts and the pages don't have. torch's attention with the mask
+    that sdpa has, on a copy of the layer with every slot, as slow as stock transformers.
     """
     assert step.mask is not None
     slots = step.past + step.q_len
     keys, values = step.rows.dense(module.layer_idx, slots, step.mask)
     positions = torch.arange(slots)
     queries = positions[step.past:, None]
-    seen = (positions <= queries) & (positions > queries - window) & step.mask[:, None, None]
-    out = _stock("sdpa", module)(module, query, keys, values, seen, dropout=0.0, scaling=scale)[0]
-    return out if step.new is None else out.masked_fill(~step.new[:, :, None, None], 0.0)
+    seen = (positions <= queries) & step.mask[:, None, None]
+    if window is not None:
+        seen &= positions > queries - window
+    return _stock("sdpa", module)(module, query, keys, values, seen, dropout=0.0, scaling=scale)[0]

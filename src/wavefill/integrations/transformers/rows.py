@@ -70,18 +70,6 @@ class Step:
         return None if self.new is None else self.new.flatten().nonzero().squeeze(1)
 
     @cached_property
-    def runs(self) -> list[slice | Tensor]:
-        """Each row's real new tokens: a slice where they are one run, else their positions."""
-        if self.new is None:
-            return [slice(None)] * self.batch
-        runs: list[slice | Tensor] = []
-        for real in self.new:
-            at = real.nonzero().squeeze(1)
-            first, stop = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
-            runs.append(slice(first, stop) if stop - first == len(at) else at)
-        return runs
-
-    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Real new tokens of each row."""
         return (self.q_len,) * self.batch if self.new is None else tuple(self.new.sum(1).tolist())
@@ -103,6 +91,13 @@ class Step:
         first = torch.where(self.mask, order, self.mask.shape[1] + 1).amin(1)
         real = self.mask.sum(1)
         return bool(((real > 0) & (last - first + 1 != real)).any())
+
+    @cached_property
+    def has_late_padding(self) -> bool:
+        """Whether a new token that is padding has real ones before it in its row, which its query attends."""
+        if self.mask is None or self.new is None:
+            return False
+        return bool((self.mask.cumsum(1)[:, self.past:] * ~self.new).any())
 
     @cached_property
     def is_prefill(self) -> bool:
