@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +19,7 @@ pytest.importorskip("transformers.generation")
 
 import torch
 import transformers
+from batching import settings
 from tiny import (
     CACHE,
     FAMILIES,
@@ -186,6 +190,44 @@ def test_copies_and_pickles_of_an_enabled_model_are_enabled() -> None:
         assert other.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation == "wavefill"
     assert model.model._forward_pre_hooks
+
+
+LOAD = """
+import json, pickle, sys, torch
+torch.set_num_threads(1)
+with open(sys.argv[1], "rb") as file:
+    model = pickle.load(file) if sys.argv[2] == "pickle" else torch.load(file, weights_only=False)
+from wavefill.integrations.transformers import disable, kernels
+from wavefill.integrations.transformers.continuous import attention
+calls = []
+for module, name in ((kernels, "attention"), (attention, "run")):
+    def counted(*args, real=getattr(module, name), name=name, **options):
+        calls.append(name)
+        return real(*args, **options)
+    setattr(module, name, counted)
+tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False)[0].tolist()
+batched = model.generate_batch([[5, 6, 7]], generation_config=model.generation_config)
+(output,) = batched.values()
+print(json.dumps([tokens, output.error, list(output.generated_tokens), sorted(set(calls))]))
+disable(model)
+assert "init_continuous_batching" not in vars(model) and model.config._attn_implementation == "sdpa"
+"""
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_a_pickled_model_runs_in_a_process_that_has_enabled_none(tmp_path: Path, way: str) -> None:
+    model = enable(fresh("llama"))
+    model.generation_config.update(max_new_tokens=6, do_sample=False, eos_token_id=-1,
+                                   continuous_batching_config=settings())
+    file = tmp_path / "model"
+    if way == "pickle":
+        file.write_bytes(pickle.dumps(model))
+    else:
+        torch.save(model, file)
+    done = subprocess.run([sys.executable, "-c", LOAD, str(file), way], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    want = tokens(stock("llama"), torch.tensor([[5, 6, 7]]), 6)[0].tolist()
+    assert json.loads(done.stdout.splitlines()[-1]) == [want, None, want[3:], ["attention", "run"]]
 
 
 def test_a_saved_model_knows_nothing_of_wavefill(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ __all__ = ["WavefillCache", "disable", "enable"]
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
+# On import and not in `enable`, since a pickled enabled model imports this package where it is loaded, and no more.
+register()
+
 #: Attribute of an enabled decoder that holds the handles of its two hooks.
 _HANDLES = "_wavefill_handles"
 
@@ -64,7 +67,6 @@ def enable(model: Model, kv_format: str = "auto") -> Model:
                 f"model: its attention implementation must be one of {', '.join(PREVIOUS)}; got {current!r}. "
                 'Call model.set_attn_implementation("sdpa") first.'
             )
-        register()
         model.set_attn_implementation(name_over(current))
     if _HANDLES not in decoder.__dict__:
         decoder.__dict__[_HANDLES] = (

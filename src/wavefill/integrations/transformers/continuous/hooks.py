@@ -17,9 +17,9 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import types
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import ceil
 from typing import Any
 from weakref import WeakSet
@@ -183,7 +183,8 @@ def install(model: PreTrainedModel) -> None:
         return
     with suppress(BackendUnavailable):  # the door says so, if anyone comes to it
         contract_of(model)
-    setattr(model, _OPEN, types.MethodType(init_continuous_batching, model))
+    # A partial, since a bound method is pickled as the name of an attribute, which the class has too.
+    setattr(model, _OPEN, partial(init_continuous_batching, model))
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
 
