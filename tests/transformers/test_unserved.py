@@ -18,6 +18,7 @@ from tiny import (
     one_thread,  # noqa: F401
     plain,
     stock,
+    tokens,
 )
 from transformers import DynamicCache, StaticCache
 
@@ -147,10 +148,29 @@ def test_other_caches_of_the_caller_are_refused() -> None:
         adopt((), 3)
 
 
-def test_options_that_need_the_weights_are_refused() -> None:
+@pytest.mark.parametrize("previous", ["sdpa", "eager"])
+def test_attention_weights_are_refused_wherever_they_are_asked_for(previous: str) -> None:
+    model = fresh("llama")
+    model.set_attn_implementation(previous)
+    enable(model)
+    rule = r"output_attentions: must be false.*disable\(model\)"
+    with torch.no_grad():
+        with pytest.raises(InvalidArgument, match=rf"^{rule}"):
+            model(plain(), output_attentions=True)
+        with pytest.raises(InvalidArgument, match=rf"^{rule}"):
+            tokens(model, plain(), 2, output_attentions=True, return_dict_in_generate=True)
+        # What a model has that was loaded with eager and output_attentions=True; later on the configuration refuses it.
+        model.config._output_attentions = True
+        for run in (lambda: model(plain()), lambda: model.model(plain()), lambda: tokens(model, plain(), 2)):
+            with pytest.raises(InvalidArgument, match=rf"^config\.{rule}"):
+                run()
+        assert torch.equal(model(plain(), output_attentions=False).logits, stock("llama")(plain()).logits)
+        weights = model(plain(), use_cache=False).attentions
+    assert len(weights or ()) == (3 if previous == "eager" else 0), "without a cache the model runs as it came"
+
+
+def test_options_that_the_kernels_lack_are_refused() -> None:
     model = enable(fresh("llama"))
-    with torch.no_grad(), pytest.raises(InvalidArgument, match="output_attentions"):
-        model(plain(), use_cache=True, output_attentions=True)
     with torch.no_grad(), pytest.raises(InvalidArgument, match="is_causal"):
         model(plain(), use_cache=True, is_causal=False)
     dropping = enable(fresh("llama"))

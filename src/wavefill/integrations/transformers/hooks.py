@@ -2,8 +2,8 @@
 
 Hooks on the stack of layers (`LlamaModel` within `LlamaForCausalLM`) see every way in: `generate`, `model(...)`, heads
 other than the language model's, and a call of the stack itself. They are module-level functions that keep nothing, so
-an enabled model can be deep-copied. Pickled, it keeps the name of the attention but not its registration: a process
-that has enabled no model yet cannot run it.
+an enabled model can be deep-copied and pickled: the process that loads it imports them, and with them the package,
+which registers the attention.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         inputs = kwargs.get("inputs_embeds")
     if inputs is None:
         return None  # The forward itself says what is missing.
-    if kwargs.get("output_attentions"):
-        raise invalid("output_attentions", "must be false, since the weights are never formed", True,
-                      'Call disable(model) and model.set_attn_implementation("eager") to see them.')
+    # As transformers decides it: the argument when there is one, whatever it is, else the configuration.
+    asked = "output_attentions" if "output_attentions" in kwargs else "config.output_attentions"
+    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise invalid(asked, "must be false, since the weights are never formed", True,
+                      'To see them, call disable(model) and model.set_attn_implementation("eager").')
     attention_mask = kwargs.get("attention_mask")
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2):
         got = list(attention_mask.shape) if hasattr(attention_mask, "shape") else type(attention_mask).__name__
