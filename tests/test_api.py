@@ -340,3 +340,24 @@ def test_results_of_inference_mode_go_on() -> None:
         case = make_case([20, 3], page_size=4)
         out = torch.empty(case.out_shape)
         assert torch.equal(wavefill.decode_attention(*case.tensors(), out=out), run(case)[0])
+
+
+# ---- NaN where nobody looks, and where somebody does
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_nan_stays_in_its_request(page_size: int | None, window: int | None, dtype: torch.dtype) -> None:
+    """Slots without a token hold NaN in every case; here a key of the first request does, too."""
+    case = make_case([70, 69, 0], q_lens=[3, 4, 1], page_size=page_size, window=window, dtype=dtype)
+    expected, lse = run(case)
+    assert expected.isfinite().all()
+    row = 0 if case.block_table is None else int(case.block_table[0, 69 // 16])
+    _, _, v, *_ = case.tensors()
+    assert v is not None
+    v[row, 69 if page_size is None else 69 % 16] = torch.nan
+    found, found_lse = run(case)
+    assert found[2].isnan().all(), "the query that sees the key"
+    assert torch.equal(found[3:], expected[3:])
+    assert torch.equal(found_lse, lse), "V has no part in it"

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import wavefill
-from wavefill import BackendUnavailable, InvalidArgument, InvalidType, WavefillError, ops
+from wavefill import BackendUnavailable, InvalidArgument, InvalidType, WavefillError, ops, reference
 
 B, HQ, KH, D, DV, P, PAGES = 2, 4, 2, 8, 6, 4, 5
 
@@ -144,15 +145,32 @@ BAD: dict[str, tuple[dict[str, Any], type[WavefillError], str, str]] = {
                  "3"),
     "cu-over": (packed(cu_seqlens_q=ints(0, 3, 6)), InvalidArgument,
                 "cu_seqlens_q[-1]: must be at most the 5 query tokens", "6"),
+    "scale-over-float32": (paged(scale=1e39), InvalidArgument, "scale: must be finite in float32", "1e+39"),
+    "scale-under-float32": (paged(scale=-3.5e38), InvalidArgument, "scale: must be finite in float32", "-3.5e+38"),
     "scale-nan": (paged(scale=float("nan")), InvalidArgument, "scale: must be finite", "nan"),
     "scale-inf": (paged(scale=float("inf")), InvalidArgument, "scale: must be finite", "inf"),
     "window-0": (paged(window=0), InvalidArgument, "window: must be at least 1", "0"),
+    "window-negative": (paged(window=-(2**63)), InvalidArgument, "window: must be at least 1", "-9223372036854775808"),
     "max-negative": (paged(max_seq_len=-1), InvalidArgument, "max_seq_len: must be 0 or more", "-1"),
     "max-small": (paged(max_seq_len=6), InvalidArgument, "max_seq_len: must be an upper bound of seq_lens (up to 7)",
                   "6"),
     "max-q-small": (packed(max_q_len=2), InvalidArgument,
                     "max_q_len: must be an upper bound of the query lengths (up to 3)", "2"),
+    # numbers that no operator carries
+    "scale-huge": (paged(scale=10**400), InvalidArgument, "scale: must be finite in float32", "inf"),
+    "window-huge": (paged(window=2**63), InvalidArgument, f"window: must be at most {2**63 - 1}", f"{2**63}"),
+    "window-endless": (paged(window=10**5000), InvalidArgument, "window: must be at most", "a number of 16,610 bits"),
+    "window-below": (paged(window=-(2**70)), InvalidArgument, "window: must be at least 1", f"-{2**70}"),
+    "dim-huge": (paged(v_cache=None, head_dim_v=2**64, scale=1.0), InvalidArgument, "head_dim_v: must be at most",
+                 f"{2**64}"),
+    "max-huge": (paged(max_seq_len=2**70), InvalidArgument, "max_seq_len: must be at most", f"{2**70}"),
+    "max-below": (paged(max_seq_len=-(10**5000)), InvalidArgument, "max_seq_len: must be at least 0", "a negative"),
+    "max-q-huge": (packed(max_q_len=2**63), InvalidArgument, "max_q_len: must be at most", f"{2**63}"),
+    "max-q-numpy-bool": (packed(max_q_len=np.bool_(True)), InvalidType, "max_q_len: must be an int", "np.True_"),
+    "window-numpy-float": (paged(window=np.float32(4)), InvalidType, "window: must be an int or None", "np.float32"),
     # options
+    "impl-array": (paged(impl=np.zeros(2)), InvalidType, "impl: must be a name", "ndarray"),
+    "softmax-array": (paged(softmax=np.zeros(2)), InvalidArgument, "softmax: is not in this version", "array("),
     "schedule": (paged(schedule="best"), InvalidArgument, "schedule: must be one of 'auto', 'fixed'", "'best'"),
     "gradient": (paged(q=Q.clone().requires_grad_(), out=torch.empty(B, HQ, DV)), InvalidArgument,
                  "q: wavefill is for inference", "a tensor that requires grad"),
@@ -273,6 +291,7 @@ def _the_operators_own() -> list[str]:
     return [
         kind for kind, (arguments, error, rule, _) in BAD.items()
         if names.issuperset(arguments) and (error is InvalidArgument or "dtype" in rule) and kind != "pages-and-v"
+        and not kind.endswith(("-huge", "-below", "-endless"))
     ]
 
 
@@ -283,7 +302,76 @@ def test_a_direct_call_of_the_operator_is_refused_with_the_same_words(kind: str)
     assert_complains(lambda: operator(**arguments), error, start, got)
 
 
-@pytest.mark.parametrize("tile", [2**16 + 1, 2**60, 2**63 - 1, 10**30])
+@pytest.mark.parametrize("tile", [2**16 + 1, 2**60, 2**63 - 1, 10**30, np.int64(2**40)])
 def test_tiles_that_no_scratch_memory_holds_are_refused(tile: int) -> None:
-    with pytest.raises(ValueError, match=r"StreamK\.tile: must be at most 65536; got"):
+    with pytest.raises(InvalidArgument, match=r"StreamK\.tile: must be at most 65536; got"):
         wavefill.StreamK(tile=tile)
+
+
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "Fixed.splits": lambda n: wavefill.Fixed(splits=n), "Fixed.chunk": lambda n: wavefill.Fixed(chunk=n),
+    "Invariant.chunk": lambda n: wavefill.Invariant(chunk=n), "StreamK.tile": lambda n: wavefill.StreamK(tile=n),
+    **{name: lambda n, name=name: wavefill.AttentionSpec(**{"HQ": 8, "KH": 8, "D": 64, "DV": 64} | {name: n})
+       for name in ("HQ", "KH", "D", "DV", "page_size", "window", "q_len")},
+}
+
+
+@pytest.mark.parametrize("value", [2**63, 10**30, 10**5000, 0, -1, -(2**63) - 1, -(10**5000)], ids=int.bit_length)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_whole_numbers_out_of_range_are_refused(option: str, value: int) -> None:
+    rule = f"{option}: must be at {'least 1' if value < 1 else 'most'}"
+    with pytest.raises(InvalidArgument, match=rf"^{rule}.*; got (-?\d|a (negative )?number of)"):
+        OPTIONS[option](value)
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), 4.0, np.float64(4), "4", torch.tensor(4), [4]], ids=repr)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_is_no_whole_number_is_refused(option: str, value: object) -> None:
+    with pytest.raises(InvalidType, match=rf"^{option}: must be an int( or None)?; got "):
+        OPTIONS[option](value)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_whole_numbers_of_numpy_become_python_s(option: str) -> None:
+    for number in (np.int64(8), np.uint8(8), np.int32(8)):
+        made = OPTIONS[option](number)
+        assert made == OPTIONS[option](8)
+        assert type(getattr(made, option.rpartition(".")[2])) is int
+
+
+def test_numbers_of_numpy_are_options_of_a_call() -> None:
+    arguments = packed()
+    plain_numbers = {"window": 3, "max_seq_len": 7, "max_q_len": 3, "head_dim_v": DV, "scale": 0.25}
+    numpy = {name: np.float32(n) if name == "scale" else np.int32(n) for name, n in plain_numbers.items()}
+    assert torch.equal(call(arguments | numpy), call(arguments | plain_numbers))
+
+
+@pytest.mark.parametrize("schedule", [
+    wavefill.Fixed(splits=2**63 - 1), wavefill.Fixed(chunk=2**63 - 1), wavefill.Invariant(chunk=2**63 - 1),
+], ids=str)
+def test_the_largest_options_are_served(schedule: Any) -> None:
+    arguments = packed()
+    torch.testing.assert_close(call(arguments | {"schedule": schedule}), call(arguments))
+
+
+@pytest.mark.parametrize("schedule", ["auto", "fixed", "invariant"])
+@pytest.mark.parametrize("window", [9, 10, 2**31 - 1, 2**31, 2**62, 2**63 - 12, 2**63 - 1])
+def test_a_window_past_every_key_is_no_window(window: int, schedule: str) -> None:
+    """Also where a request has more queries than keys, so that positions are negative."""
+    starts = ints(0, 11, 12)
+    arguments = packed(q=torch.randn(12, HQ, D), cu_seqlens_q=starts, schedule=schedule, return_lse=True)
+    for found, expected in zip(call(arguments | {"window": window}), call(arguments), strict=True):
+        assert torch.equal(found, expected)
+    given = {name: value for name, value in arguments.items() if name not in ("schedule", "return_lse")}
+    for function in (ops.attention, reference.attention):
+        for found, expected in zip(function(**given, window=window), function(**given), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 5e-324, -1e-46, 1e-39])
+def test_scales_under_float32_weigh_all_keys_alike(scale: float) -> None:
+    arguments = packed(q=torch.randn(5, HQ, D))
+    out = call(arguments | {"scale": scale})
+    torch.testing.assert_close(out, call(arguments | {"scale": 0.0}))
+    expected, _ = reference.attention(**arguments, scale=scale)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import wavefill
@@ -201,7 +202,7 @@ def test_other_devices_are_refused_by_name() -> None:
 
 def test_the_dispatcher_reaches_the_refusal_where_no_kernel_is() -> None:
     with pytest.raises(BackendUnavailable, match="got cuda:3"):
-        ops._elsewhere(torch.empty(1), _OnAGpu())
+        ops._elsewhere(ops.merge_states)(torch.empty(1), _OnAGpu())
     for name in ("attention", "attention_out", "append", "merge_states"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"wavefill::{name}", "CompositeExplicitAutograd")
 
@@ -212,6 +213,172 @@ class _OnAGpu(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 3)
+
+
+# ---- torch.func and forward-mode differentiation
+
+Q, KV, LENS = torch.randn(2, 4, 8), torch.randn(2, 6, 2, 8), torch.tensor([6, 3], dtype=torch.int32)
+
+
+def _decode_of(q: Tensor) -> Tensor:
+    return wavefill.decode_attention(q, KV, KV, LENS)
+
+
+def _packed_of(kv: Tensor) -> Tensor:
+    return wavefill.attention(Q, kv, kv, LENS, cu_seqlens_q=torch.tensor([0, 2, 2], dtype=torch.int32))
+
+
+def _merge_of(lses: Tensor) -> Tensor:
+    return wavefill.merge_states(Q, lses)[1]
+
+
+#: A function of one tensor, the tensor, and the parameter that it arrives in.
+DIFFERENTIABLE: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]] = {
+    "decode": (_decode_of, Q, "q"),
+    "attention": (_packed_of, KV, "k_cache"),
+    "v": (lambda v: wavefill.decode_attention(Q, KV, v, LENS), KV, "v_cache"),
+    "lse": (lambda q: wavefill.decode_attention(q, KV, KV, LENS, return_lse=True)[1], Q, "q"),
+    "out": (lambda q: wavefill.decode_attention(q, KV, KV, LENS, out=torch.empty(2, 4, 8)), Q, "q"),
+    "merge": (_merge_of, torch.zeros(2, 4), "lses"),
+    "operator": (lambda q: WAVEFILL.attention(q, KV, KV, LENS)[0], Q, "q"),
+}
+DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda y: f(y).sum())(x),
+    "dual": lambda f, x: _with_a_tangent(f, x),
+}
+
+
+def _with_a_tangent(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("function", DIFFERENTIABLE)
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_no_derivative_is_lost_in_silence(derivative: str, function: str) -> None:
+    f, x, parameter = DIFFERENTIABLE[function]
+    with pytest.raises(InvalidArgument, match=rf"^{parameter}: wavefill is for inference and has no derivatives; got a "
+                                              r"tensor .*\. Give it detached, x\.detach\(\)"):
+        DERIVATIVES[derivative](f, x)
+
+
+@pytest.mark.parametrize("function", DIFFERENTIABLE)
+def test_vmap_says_where_the_dimension_belongs(function: str) -> None:
+    f, x, parameter = DIFFERENTIABLE[function]
+    with pytest.raises(InvalidArgument, match=rf"^{parameter}: takes no part in torch\.vmap; .* dimension part of"):
+        torch.vmap(f)(torch.stack([x, x]))
+
+
+def _jvp(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.func.jvp(f, (x,), (x,))[1]
+
+
+def _vmap(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.vmap(f)(torch.stack([x, x]))
+
+
+@pytest.mark.parametrize("inner", [torch.func.grad, _jvp, _vmap], ids=["grad", "jvp", "vmap"])
+@pytest.mark.parametrize("outer", DERIVATIVES)
+def test_an_outer_derivative_is_seen_through_an_inner_transform(outer: str, inner: Any) -> None:
+    if (outer, inner) == ("dual", _jvp):
+        pytest.skip("torch does not nest forward mode in forward mode")
+    with pytest.raises(InvalidArgument, match=r"^q: wavefill is for inference and has no derivatives"):
+        DERIVATIVES[outer](lambda x: inner(lambda y: (y * _decode_of(x)).sum())(Q), Q)
+
+
+def test_functionalize_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"^q: takes no part in torch\.func\.functionalize"):
+        torch.func.functionalize(_decode_of)(Q)
+
+
+def test_append_takes_no_part_in_transforms() -> None:
+    cache, other, slots = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), torch.tensor([0])
+    for transform, message in ((torch.vmap, "k: takes no part in torch.vmap"),
+                               (lambda f: lambda x: torch.func.jvp(f, (x[0],), (x[0],)), "k: wavefill is for inferen"),
+                               (lambda f: lambda x: _with_a_tangent(f, x[0]), "k: wavefill is for inference")):
+        with pytest.raises(InvalidArgument, match=message):
+            transform(lambda k: WAVEFILL.append(cache, other, k, k, slots))(torch.ones(2, 1, 2, 8))
+        assert (cache == 0).all()
+
+
+@pytest.mark.parametrize("with_out", [False, True], ids=["fresh", "out"])
+def test_constants_inside_of_a_transform_are_served(with_out: bool) -> None:
+    """What does not depend on the transformed input is an ordinary call; detaching makes it so."""
+    expected = _decode_of(Q)
+
+    def call(q: Tensor) -> Tensor:
+        return wavefill.decode_attention(q, KV, KV, LENS, out=torch.empty(2, 4, 8) if with_out else None)
+
+    one = torch.ones(2, 4, 8)
+    assert torch.equal(torch.func.grad(lambda x: (x * call(Q)).sum())(one), expected)
+    assert torch.equal(torch.func.grad(lambda x: (x * call(x.detach())).sum())(Q), expected)
+    assert torch.equal(torch.func.grad(lambda x: (x * torch.no_grad()(call)(x)).sum())(Q), expected)
+    assert torch.equal(torch.func.jvp(lambda x: x * call(Q), (one,), (one,))[1], expected)
+    assert torch.equal(torch.vmap(lambda x: x * call(Q))(torch.ones(3))[2], expected)
+    with forward_ad.dual_level():
+        product = forward_ad.make_dual(one, one) * call(Q)
+        assert torch.equal(forward_ad.unpack_dual(product).tangent, expected)
+
+
+# ---- tensors that no kernel reads
+
+
+def _quantized(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint32 if x.dtype == torch.int32 else torch.quint8)
+
+
+#: How a dense tensor becomes another kind, what the message says it is, and the next step.
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "coo": (lambda x: x.to_sparse(), "layout sparse_coo", "to_dense()"),
+    "mkldnn": (lambda x: x.to_mkldnn(), "layout _mkldnn", "to_dense()"),
+    "quantized": (_quantized, "a quantized tensor", "dequantize()"),
+    "nested": (lambda x: torch.nested.nested_tensor(list(x)), "a nested tensor", "Pack"),
+    "jagged": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "a nested tensor", "Pack"),
+}
+
+
+def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]:
+    table, starts = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    attention = {"q": Q, "k_cache": KV, "v_cache": KV.clone(), "seq_lens": LENS, "block_table": table}
+    new = torch.ones(2, 2, 8)
+    return {
+        "decode_attention": (wavefill.decode_attention, attention | {"out": torch.zeros(2, 4, 8)}),
+        "attention": (wavefill.attention, attention | {"cu_seqlens_q": starts}),
+        "merge_states": (wavefill.merge_states, {"outs": Q, "lses": torch.zeros(2, 4)}),
+        "append": (WAVEFILL.append, {"k_cache": KV.clone(), "v_cache": KV.clone(), "k": new, "v": new,
+                                     "slots": torch.tensor([0, 1])}),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("function", "parameter"), [(f, p) for f, (_, given) in _calls().items() for p in given])
+def test_other_kinds_of_tensors_are_named(function: str, parameter: str, kind: str) -> None:
+    call, given = _calls()[function]
+    convert, got, next_step = KINDS[kind]
+    if kind == "mkldnn" and given[parameter].dtype != torch.float32:
+        pytest.skip("mkldnn holds floats alone")
+    if kind == "jagged" and given[parameter].dim() == 1:
+        pytest.skip("jagged tensors have rows")
+    with pytest.raises(InvalidArgument) as caught:
+        call(**given | {parameter: convert(given[parameter])})
+    assert str(caught.value).startswith(f"{parameter}: must be a dense, strided tensor; got {got}")
+    assert next_step in str(caught.value)
+
+
+def test_a_turned_sign_is_read_or_refused() -> None:
+    """`x.conj().imag` is a view whose numbers have the other sign than its memory."""
+    q, out = torch._neg_view(-Q), torch.zeros(2, 4, 8)
+    assert torch.equal(_decode_of(q), _decode_of(Q))
+    for given, name in (({"q": q, "out": out}, "q"), ({"q": Q, "out": torch._neg_view(out)}, "out")):
+        with pytest.raises(InvalidArgument, match=rf"^{name}: must be a dense, .*resolve_neg\(\)"):
+            wavefill.decode_attention(k_cache=KV, v_cache=KV, seq_lens=LENS, **given)
+    assert (out == 0).all()
 
 
 # ---- schedules as text

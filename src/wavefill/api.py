@@ -13,9 +13,20 @@ from torch import Tensor
 
 from wavefill import checks, ops
 from wavefill.cache import KVPages
-from wavefill.spec import BackendUnavailable, InvalidArgument, ScheduleArg, complaint, invalid, invalid_type
+from wavefill.spec import (
+    MAX_INT,
+    BackendUnavailable,
+    InvalidArgument,
+    ScheduleArg,
+    complaint,
+    invalid,
+    invalid_type,
+    number,
+    whole,
+)
 
 IMPLEMENTATIONS = ("auto", *checks.DEVICES)
+_ONLINE = "online"  # the default's own object, so that a call finds it in no time
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -133,7 +144,8 @@ def decode_attention(
     gives 0 and -inf.
 
     Inference only: under grad mode the result carries a node that raises once a backward pass reaches it; `out` cannot
-    be combined with inputs that require grad, and neither can torch.compile.
+    be combined with inputs that require grad, and neither can torch.compile. Tensors with a tangent and those that
+    torch.func differentiates by or maps over (grad, jvp, vmap) are refused; detached ones are served there too.
 
     Raises InvalidArgument (a ValueError) or InvalidType (a TypeError) for bad shapes, dtypes, devices, options, and,
     on the CPU, bad values (negative lengths, lengths past the capacity, page ids out of range in slots that are read);
@@ -144,7 +156,8 @@ def decode_attention(
     torch.Size([2, 8, 64])
     """
     if (softcap is not None or sinks is not None or alibi_slopes is not None or k_scale is not None
-            or v_scale is not None or sm_budget is not None or kv_shard is not None or softmax != "online"):
+            or v_scale is not None or sm_budget is not None or kv_shard is not None
+            or (softmax is not _ONLINE and not _online(softmax))):
         raise _not_yet(softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
                        sm_budget=sm_budget, kv_shard=kv_shard, softmax=softmax)
     return _call(q, k_cache, v_cache, seq_lens, block_table, None, scale, True, window, head_dim_v, schedule,
@@ -241,7 +254,8 @@ def attention(
     torch.Size([5, 8, 64])
     """
     if (softcap is not None or sinks is not None or alibi_slopes is not None or k_scale is not None
-            or v_scale is not None or sm_budget is not None or kv_shard is not None or softmax != "online"
+            or v_scale is not None or sm_budget is not None or kv_shard is not None
+            or (softmax is not _ONLINE and not _online(softmax))
             or mask is not None):
         raise _not_yet(softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
                        sm_budget=sm_budget, kv_shard=kv_shard, softmax=softmax, mask=mask)
@@ -311,18 +325,18 @@ def _call(
     if block_table is not None and type(block_table) is not Tensor:
         _tensor("block_table", block_table)
     if scale is not None and type(scale) is not float:
-        scale = _number("scale", scale)
-    if window is not None and type(window) is not int:
-        _whole("window", window)
-    if head_dim_v is not None and type(head_dim_v) is not int:
-        _whole("head_dim_v", head_dim_v)
-    if max_seq_len is not None and type(max_seq_len) is not int:
-        _whole("max_seq_len", max_seq_len)
-    if max_q_len is not None and type(max_q_len) is not int:
-        _whole("max_q_len", max_q_len)
+        scale = number("scale", scale)
+    if window is not None and (type(window) is not int or abs(window) > MAX_INT):
+        window = _whole("window", window, 1)
+    if head_dim_v is not None and (type(head_dim_v) is not int or abs(head_dim_v) > MAX_INT):
+        head_dim_v = _whole("head_dim_v", head_dim_v, 1)
+    if max_seq_len is not None and (type(max_seq_len) is not int or abs(max_seq_len) > MAX_INT):
+        max_seq_len = _whole("max_seq_len", max_seq_len, 0)
+    if max_q_len is not None and (type(max_q_len) is not int or abs(max_q_len) > MAX_INT):
+        max_q_len = _whole("max_q_len", max_q_len, 0)
     if type(return_lse) is not bool:
         raise invalid_type("return_lse", "must be a bool", repr(return_lse), "Pass True or False.")
-    if impl not in IMPLEMENTATIONS:
+    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise _no_such_impl(impl)
     text = schedule if isinstance(schedule, str) else ops.encode_schedule(schedule)
     arguments = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v, text,
@@ -340,12 +354,12 @@ def _call(
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records this call; while torch.compile traces, the operators refuse such inputs instead."""
+    """Whether autograd records this call; within torch.compile and torch.func the operators refuse such inputs."""
     if not torch.is_grad_enabled():
         return False
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
-            return not torch.compiler.is_compiling()
+            return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     return False
 
 
@@ -366,7 +380,7 @@ class _NoBackward(torch.autograd.Function):
 
 def _not_yet(**options: object) -> InvalidArgument:
     """The first option that was given and that no backend of this version has."""
-    name, value = next((n, v) for n, v in options.items() if (v != "online" if n == "softmax" else v is not None))
+    name, value = next((n, v) for n, v in options.items() if (not _online(v) if n == "softmax" else v is not None))
     shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return invalid(name, "is not in this version of wavefill", shown, _INSTEAD[name])
 
@@ -390,17 +404,13 @@ def _tensor(name: str, value: object, next_step: str = "Pass a torch.Tensor.") -
         raise invalid_type(name, "must be a torch.Tensor", type(value).__name__, next_step)
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, (float, int)) and not isinstance(value, bool):
-        return float(value)
-    raise invalid_type(name, "must be a float or None", type(value).__name__, "Pass a Python number, float(x).")
+def _whole(name: str, value: Any, least: int) -> Any:
+    """`value` as an int that an operator can carry; a SymInt of a captured graph is one."""
+    return value if isinstance(value, torch.SymInt) else whole(name, value, least, or_none=True)
 
 
-def _whole(name: str, value: object) -> None:
-    """Raises unless value is an int; a SymInt of a captured graph is one."""
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return
-    raise invalid_type(name, "must be an int or None", repr(value), "Pass a whole number.")
+def _online(softmax: object) -> bool:
+    return isinstance(softmax, str) and softmax == _ONLINE
 
 
 def _no_such_impl(impl: object) -> BackendUnavailable | TypeError:

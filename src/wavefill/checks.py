@@ -7,7 +7,6 @@ the backend.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from wavefill.spec import DTYPE_BYTES, BackendUnavailable, InvalidArgument, complaint, invalid, invalid_type
+from wavefill.spec import DTYPE_BYTES, BackendUnavailable, InvalidArgument, complaint, invalid, invalid_type, number
 
 #: torch's dtypes under the names of `spec.DTYPE_BYTES`.
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
@@ -97,8 +97,8 @@ def attention(
         if block_table.shape[0] != B:
             raise invalid("block_table", f"must have one row for each of the {B} requests", _size(block_table.shape),
                           "Give [B, max_pages]; all query tokens of a request share its row.")
-    if scale is not None and not math.isfinite(scale):
-        raise invalid("scale", "must be finite", scale, "The usual scale is head_size ** -0.5.")
+    if scale is not None:
+        number("scale", scale)
     if window is not None and window < 1:
         raise invalid("window", "must be at least 1, or None for every key", window,
                       "A window counts the keys that a query sees, its own included.")
@@ -110,6 +110,8 @@ def attention(
         q.requires_grad or k_cache.requires_grad or (v_cache is not None and v_cache.requires_grad)
     ):
         raise no_gradient()
+    if forward_ad._current_level >= 0:
+        _no_tangents(q=q, k_cache=k_cache, v_cache=v_cache)
     return DV
 
 
@@ -144,6 +146,8 @@ def result(out: Tensor, q: Tensor, DV: int) -> None:
         raise _device("out", out, q.device)
     if out.requires_grad and torch.is_grad_enabled():
         raise no_gradient("out")
+    if forward_ad._current_level >= 0:
+        _no_tangents(out=out)
 
 
 def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -176,6 +180,8 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
         raise _device("slots", slots, device)
     if torch.is_grad_enabled() and (k_cache.requires_grad or v_cache.requires_grad):
         raise no_gradient("k_cache")
+    if forward_ad._current_level >= 0:
+        _no_tangents(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> None:
@@ -195,6 +201,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> None:
         raise _device("lses", lses, device)
     if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
         raise no_gradient("outs")
+    if forward_ad._current_level >= 0:
+        _no_tangents(outs=outs, lses=lses)
 
 
 def _lengths(seq_lens: Tensor, device: torch.device) -> int:
@@ -209,6 +217,30 @@ def _index(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
         raise _shape(name, "[B, max_pages]" if dims == 2 else "one-dimensional", tensor.shape, "Reshape it.")
     if tensor.device != device:
         raise _device(name, tensor, device)
+
+
+def _no_tangents(**tensors: Tensor | None) -> None:
+    """Raises where a tensor carries a tangent of forward-mode differentiation, which the result would lose."""
+    for name, tensor in tensors.items():
+        if tensor is not None and has_tangent(tensor):
+            raise no_derivative(name, "a tensor with a tangent")
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation follows the tensor."""
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def plain(name: str, tensor: Tensor) -> None:
+    """Raises unless a tensor is what kernels read, numbers at regular strides; dispatch finds out most that are not."""
+    if tensor.is_nested:
+        raise _not_plain(name, "a nested tensor", "Pack its tokens in a row and give their lengths.")
+    if tensor.is_quantized:
+        raise _not_plain(name, f"a quantized tensor ({tensor.dtype})", "Convert it with .dequantize().")
+    if tensor.layout != torch.strided:
+        raise _not_plain(name, f"layout {str(tensor.layout).removeprefix('torch.')}", "Convert it with .to_dense().")
+    if tensor.is_neg():
+        raise _not_plain(name, "a view with the sign turned", "Convert it with .resolve_neg().")
 
 
 # ---- memory
@@ -297,6 +329,21 @@ def no_gradient(name: str = "q") -> InvalidArgument:
     """The call is part of a computation that asks for gradients."""
     return invalid(name, "wavefill is for inference and has no backward pass", "a tensor that requires grad",
                    "Run under torch.no_grad() or torch.inference_mode(), or train with torch's own attention.")
+
+
+def no_derivative(name: str, got: str) -> InvalidArgument:
+    """The call is part of a forward-mode derivative, or of one that torch.func takes."""
+    return invalid(name, "wavefill is for inference and has no derivatives", got,
+                   "Give it detached, x.detach(), or differentiate torch's own attention.")
+
+
+def transformed(name: str, transform: str, next_step: str) -> InvalidArgument:
+    """The call is part of a transform of torch.func that it has no rule for."""
+    return invalid(name, f"takes no part in {transform}", "a tensor that it has wrapped", next_step)
+
+
+def _not_plain(name: str, got: str, next_step: str) -> InvalidArgument:
+    return invalid(name, "must be a dense, strided tensor", got, next_step)
 
 
 def _size(shape: Sequence[int]) -> str:

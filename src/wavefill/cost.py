@@ -56,7 +56,7 @@ def traffic(spec: AttentionSpec, rows: Rows, table: Table) -> Traffic:
     queries = int((rows.q_end - rows.q_begin).sum())
     keys = int((rows.stop - rows.start).sum())
     return Traffic(
-        kv=keys * spec.kv_token_bytes,
+        kv=keys * spec.KH * spec.kv_head_bytes,
         query=queries * spec.HQ * spec.D * element,
         output=queries * spec.HQ * spec.DV * element,
         partials=partial_bytes(spec, rows, table),
@@ -72,7 +72,7 @@ def partial_bytes(spec: AttentionSpec, rows: Rows, table: Table) -> int:
 
 def tile_bytes(spec: AttentionSpec, tile: int) -> int:
     """Bytes of the K and V of one tile: `tile` tokens of one KV head."""
-    return tile * (spec.D + spec.DV) * DTYPE_BYTES[spec.dtype]
+    return tile * spec.kv_head_bytes
 
 
 def flops(spec: AttentionSpec, rows: Rows) -> int:

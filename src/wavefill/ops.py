@@ -71,7 +71,7 @@ def decode_schedule(text: str) -> Schedule | Literal["auto"]:
     if not colon:
         return parse_schedule(name)
     option, _, value = option.partition("=")
-    number = int(value) if value.isdecimal() else None
+    number = int(value) if value.isdecimal() and len(value) < 20 else None  # 64 bits are 19 digits
     match name, option:
         case "stream_k", "tile" if number is not None:
             return StreamK(tile=number)
@@ -270,20 +270,76 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---- registration
 
+#: Where the dispatcher goes with tensors that no kernel takes: other devices and layouts, and nested tensors.
+_REFUSED = ("CompositeExplicitAutograd", "AutogradNestedTensor")
 
-def _elsewhere(*args: Any, **kwargs: Any) -> Any:
-    """Runs where no backend does: says so in place of the dispatcher's list of keys."""
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    raise checks.unavailable(next(t.device for t in tensors if t.device.type not in checks.DEVICES))
+
+def _elsewhere(operator: Any) -> Callable[..., Any]:
+    """What runs where no kernel does: it says so, in place of the dispatcher's list of keys or torch's own failure."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        tensors = _named_tensors(operator, args, kwargs)
+        for tensor in tensors.values():
+            if tensor.device.type not in checks.DEVICES:
+                raise checks.unavailable(tensor.device)
+        for name, tensor in tensors.items():
+            checks.plain(name, tensor)
+        raise invalid("torch.ops.wavefill", "has no kernel for these tensors",
+                      ", ".join(type(tensor).__name__ for tensor in tensors.values()), "Pass plain torch.Tensors.")
+
+    return refuse
+
+
+def _transformed(operator: Any) -> Callable[..., Any]:
+    """What runs inside of torch.func's transforms: refuses what would be lost in them, and passes what is constant."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+        transform = retrieve_current_functorch_interpreter()
+        constant = {name: _constant(name, tensor, transform.level())
+                    for name, tensor in _named_tensors(operator, args, kwargs).items()}
+        names = [argument.name for argument in operator._schema.arguments]
+        positional = [constant.get(name, value) for name, value in zip(names, args, strict=False)]
+        with transform.lower():  # to the transform around this one, or out of all
+            return operator(*positional, **{name: constant.get(name, value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _constant(name: str, tensor: Tensor, level: int) -> Tensor:
+    """The tensor without the wrapper of a transform that it does not depend on; raises where it does."""
+    functorch = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(tensor) or functorch.maybe_get_level(tensor) != level:
+        return tensor
+    if functorch.is_batchedtensor(tensor):
+        raise checks.transformed(name, "torch.vmap",
+                                 "Make the mapped dimension part of the batch: more requests in one call.")
+    if not functorch.is_gradtrackingtensor(tensor):
+        raise checks.transformed(name, "torch.func.functionalize", "torch.compile and torch.export need it not.")
+    if (tensor.requires_grad and torch.is_grad_enabled()) or checks.has_tangent(tensor):
+        raise checks.no_derivative(name, "a tensor that torch.func differentiates by")
+    return functorch.get_unwrapped(tensor)
+
+
+def _named_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     name = schema.partition("(")[0]
     _lib.define(schema)
+    operator = getattr(torch.ops.wavefill, name).default
     _lib.impl(name, run, "CPU")
-    _lib.impl(name, _elsewhere, "CompositeExplicitAutograd")
+    for key in _REFUSED:
+        _lib.impl(name, _elsewhere(operator), key)
+    if operator._schema.is_mutable:  # torch's own way with a turned sign fails on an operator that writes
+        _lib.impl(name, _elsewhere(operator), "Negative")
+    _lib.impl(name, _transformed(operator), "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(f"wavefill::{name}", fake, lib=_lib)
-    return getattr(torch.ops.wavefill, name).default
+    return operator
 
 
 attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attention, _attention_fake)

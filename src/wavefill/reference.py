@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from wavefill import schedule as schedules
-from wavefill.spec import ScheduleArg, StreamK, invalid, parse_schedule
+from wavefill.spec import MAX_LENGTH, ScheduleArg, StreamK, invalid, parse_schedule
 
 
 def attention(
@@ -214,6 +214,8 @@ def _problem(
         raise invalid("cu_seqlens_q", "must have B + 1 entries, the last at most T", starts, "One start a request.")
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
+    if window is not None:
+        window = min(window, MAX_LENGTH)  # a longer one sees no more, and positions minus it must fit into 64 bits
     return _Problem(q, k_cache, v_cache, lens, block_table, starts, scale, causal, window)
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from wavefill.spec import Fixed, Invariant, Schedule, StreamK, invalid, invalid_type
+from wavefill.spec import MAX_LENGTH, MAX_TILE, Fixed, Invariant, Schedule, StreamK, invalid, invalid_type, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,6 +53,10 @@ INVARIANT_MAX_PIECES = 1024
 FIXED_ITEMS_PER_WORKER = 4
 #: The largest split count that FlashDecoding's rule considers.
 FLASHDECODING_MAX_SPLITS = 128
+
+#: What a table may have at most, so that its arrays fit into memory and its times into 64 bits. They bound what can be
+#: described; a kernel's call is bounded by the KV cache that exists.
+MAX_SEGMENTS, MAX_TILES, MAX_WORKERS, MAX_POSITION = 1 << 24, 1 << 42, 1 << 20, 1 << 36
 
 _FEW_ROWS = 64  # below this a Python loop is faster than NumPy's call overhead
 
@@ -116,10 +120,11 @@ def row_ranges(seq_lens: ArrayLike, q_lens: ArrayLike | None = None, *, causal: 
         if queries.shape != length.shape:
             raise invalid("q_lens", f"must have one entry a request ({length.size})", queries.size,
                           "Give the query tokens of every request.")
-    _at_least_one("q_block", q_block)
+    q_block = whole("q_block", q_block)
     if window is not None:
-        _at_least_one("window", window)
+        window = min(whole("window", window), MAX_LENGTH)  # a longer one sees no more
     blocks = -(-queries // q_block)
+    _at_most("rows", int(blocks.sum()), MAX_SEGMENTS)
     request = np.repeat(np.arange(length.size, dtype=np.int64), blocks)
     q_begin = _index_in_group(blocks) * q_block
     q_end = np.minimum(q_begin + q_block, queries[request])
@@ -267,17 +272,17 @@ class Table:
 def build(plan: Plan, starts: ArrayLike, stops: ArrayLike, KH: int, workers: int, tile: int) -> Table:
     """The table of a plan over rows with key ranges [start, stop), int [rows] each; stop <= start is an empty row.
 
-    Raises InvalidArgument or InvalidType for ranges that differ in length, are negative or no integers, and for KH,
-    workers or tile below 1.
+    Raises InvalidArgument or InvalidType for ranges that differ in length, are negative or no integers, for KH,
+    workers or tile below 1, and for tables of more than `MAX_SEGMENTS`, `MAX_TILES` or `MAX_WORKERS`.
     """
-    for name, value in (("KH", KH), ("workers", workers), ("tile", tile)):
-        _at_least_one(name, value)
-    start, stop = _lengths("starts", starts), _lengths("stops", stops)
+    KH, workers, tile = _sizes(KH, workers, tile)
+    start, stop = _lengths("starts", starts, MAX_POSITION), _lengths("stops", stops, MAX_POSITION)
     if start.shape != stop.shape:
         raise invalid("stops", f"must have one entry a row ({start.size})", stop.size, "Give every row a range.")
     first, tiles = _row_tiles(start, stop, tile)
     rows = np.flatnonzero(tiles)
     first, tiles = first[rows], tiles[rows]
+    _at_most("tiles", int(tiles.sum()) * KH, MAX_TILES)
     cut = _cut_by_worker if plan.kind == STREAM_K else _cut_by_row
     unit, begin, end = cut(plan, tiles, KH, workers)
     local = unit // KH
@@ -288,9 +293,8 @@ def build(plan: Plan, starts: ArrayLike, stops: ArrayLike, KH: int, workers: int
 def make_table(schedule: Schedule, starts: Sequence[int] | Ints, stops: Sequence[int] | Ints, *, KH: int,
                workers: int, tile: int) -> Table:
     """`resolve`, then `build`."""
-    for name, value in (("KH", KH), ("workers", workers), ("tile", tile)):
-        _at_least_one(name, value)
-    start, stop = _lengths("starts", starts), _lengths("stops", stops)
+    KH, workers, tile = _sizes(KH, workers, tile)
+    start, stop = _lengths("starts", starts, MAX_POSITION), _lengths("stops", stops, MAX_POSITION)
     return build(resolve(schedule, start, stop, KH, workers, tile), start, stop, KH, workers, tile)
 
 
@@ -309,6 +313,7 @@ def _row_tiles(starts: ArrayLike, stops: ArrayLike, tile: int) -> tuple[Ints, In
 
 def _cut_by_worker(plan: Plan, tiles: Ints, KH: int, workers: int) -> tuple[Ints, Ints, Ints]:
     """Unit (row x KH + head) and tiles, counted from the row's first, of each segment of stream_k."""
+    _at_most("segments", tiles.size * KH + workers, MAX_SEGMENTS)
     unit_tiles = np.repeat(tiles, KH)
     unit_end = np.cumsum(unit_tiles)
     total = int(unit_end[-1]) if unit_end.size else 0
@@ -332,6 +337,7 @@ def _cut_by_row(plan: Plan, tiles: Ints, KH: int, workers: int) -> tuple[Ints, I
         if plan.kind == INVARIANT:
             chunk = invariant_chunk_tiles(tiles, KH, plan.param)
         pieces = -(-tiles // chunk)
+    _at_most("segments", int(pieces.sum()) * KH, MAX_SEGMENTS)
     unit_pieces = np.repeat(pieces, KH)
     unit = np.repeat(np.arange(unit_pieces.size, dtype=np.int64), unit_pieces)
     piece = _index_in_group(unit_pieces)
@@ -417,21 +423,34 @@ class Timeline:
 # ----------------------------------------------------------------------------------------------------- checking
 
 
-def _lengths(param: str, values: ArrayLike) -> Ints:
-    array = np.asarray(values)
+def _at_most(what: str, count: int, most: int) -> None:
+    """Raises where a table of that many rows, tiles or segments could not be held."""
+    if count > most:
+        raise invalid("schedule", f"can be described with at most {most:,} {what}", f"{count:,}",
+                      "Give fewer or shorter requests, fewer KV heads, or longer tiles and chunks.")
+
+
+def _sizes(KH: int, workers: int, tile: int) -> tuple[int, int, int]:
+    return whole("KH", KH), whole("workers", workers, most=MAX_WORKERS), whole("tile", tile, most=MAX_TILE)
+
+
+def _lengths(param: str, values: ArrayLike, most: int = MAX_LENGTH) -> Ints:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:  # ragged lists, objects that are no arrays
+        raise invalid_type(param, "must be a list of whole numbers", f"what NumPy refuses ({error})",
+                           "Give a list of token counts.") from None
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1:
         raise invalid(param, "must have one dimension", f"{array.ndim}", "Give a list of token counts.")
+    if array.dtype.kind == "O" and all(type(value) is int for value in array.tolist()):  # some are past 64 bits
+        for value in array.tolist():
+            whole(param, value, 0, most)
     if array.dtype.kind not in "iu":
         raise invalid_type(param, "must hold integers", str(array.dtype), "Give token counts as whole numbers.")
     if array.size and array.min() < 0:
         raise invalid(param, "must not be negative", int(array.min()), "Give token counts from 0.")
+    if array.size and array.max() > most:
+        raise invalid(param, f"must be at most {most}", int(array.max()), "Give token counts that a cache can have.")
     return array.astype(np.int64, copy=False)
-
-
-def _at_least_one(param: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise invalid_type(param, "must be an int", repr(value), "Give a whole number from 1.")
-    if value < 1:
-        raise invalid(param, "must be at least 1", value, "Give a whole number from 1.")

@@ -16,7 +16,9 @@ D     head size of q and K; DV of V and the output
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 #: Bytes of one element of each KV dtype that kernels read.
@@ -24,6 +26,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: Most tokens of a tile: a worker sizes its scratch memory by it.
 MAX_TILE = 1 << 16
+#: Most keys or query tokens of a request: lengths are int32. A window of as many is as good as any longer one.
+MAX_LENGTH = (1 << 31) - 1
+#: The largest whole number that an operator and the compiled core can carry, and the largest float32.
+MAX_INT = (1 << 63) - 1
+MAX_FLOAT32 = 2.0**128 - 2.0**104
 
 
 class WavefillError(Exception):
@@ -65,6 +72,47 @@ def invalid_type(param: str, rule: str, got: object, next_step: str) -> InvalidT
     return InvalidType(complaint(param, rule, got, next_step))
 
 
+def whole(param: str, value: object, least: int = 1, most: int = MAX_INT, *, or_none: bool = False) -> int:
+    """`value` as an int, where it is one of Python's or NumPy's whole numbers within the limits; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise invalid_type(param, "must be an int or None" if or_none else "must be an int", repr(value),
+                           f"Give a whole number from {least}.")
+    number = int(value)
+    if number < least:
+        raise invalid(param, f"must be at least {least}", _shown(number), f"Give a whole number from {least}.")
+    if number > most:
+        raise invalid(param, f"must be at most {most}", _shown(number), "Give a smaller one.")
+    return number
+
+
+def number(param: str, value: object) -> float:
+    """`value` as a float, where it is a real number that float32 can hold, as kernels do; a bool is none."""
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise invalid_type(param, "must be a float or None", type(value).__name__, "Pass a number, float(x).")
+    try:
+        result = float(value)
+    except OverflowError:  # an int or a fraction past every float
+        result = math.inf
+    if not abs(result) <= MAX_FLOAT32:
+        raise invalid(param, "must be finite in float32, in which kernels compute", result,
+                      "Give a number between -3.4e38 and 3.4e38.")
+    return result
+
+
+def _hold_whole(owner: object, prefix: str, *names: str, most: int = MAX_INT) -> None:
+    """Make each of a frozen dataclass's fields that is set an int of Python's, or say what it is not."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None:
+            object.__setattr__(owner, name, whole(f"{prefix}{name}", value, most=most, or_none=True))
+
+
+def _shown(number: int) -> str:
+    """The digits of a number, or their count where there are too many to read (and, past 4,300, to print)."""
+    bits = number.bit_length()
+    return str(number) if bits <= 128 else f"a {'negative ' if number < 0 else ''}number of {bits:,} bits"
+
+
 @dataclass(frozen=True)
 class Fixed:
     """Equal splits per request (FlashDecoding).
@@ -82,12 +130,11 @@ class Fixed:
     rule: Literal["flashdecoding"] | None = None
 
     def __post_init__(self) -> None:
+        _hold_whole(self, "Fixed.", "splits", "chunk")
+        if self.rule is not None and not (isinstance(self.rule, str) and self.rule == "flashdecoding"):
+            raise invalid("Fixed.rule", 'must be "flashdecoding" or None', repr(self.rule), "Use one of these.")
         if sum(x is not None for x in (self.splits, self.chunk, self.rule)) > 1:
             raise invalid("Fixed", "takes one of splits, chunk and rule", self, "Set one of them.")
-        _at_least_one("Fixed.splits", self.splits)
-        _at_least_one("Fixed.chunk", self.chunk)
-        if self.rule not in (None, "flashdecoding"):
-            raise invalid("Fixed.rule", 'must be "flashdecoding" or None', repr(self.rule), "Use one of these.")
 
 
 @dataclass(frozen=True)
@@ -100,10 +147,7 @@ class StreamK:
     tile: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one("StreamK.tile", self.tile)
-        if self.tile is not None and self.tile > MAX_TILE:
-            raise invalid("StreamK.tile", f"must be at most {MAX_TILE}", self.tile,
-                          "Leave it out for the backend's own tile, or give a smaller one.")
+        _hold_whole(self, "StreamK.", "tile", most=MAX_TILE)
 
 
 @dataclass(frozen=True)
@@ -117,20 +161,11 @@ class Invariant:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one("Invariant.chunk", self.chunk)
+        _hold_whole(self, "Invariant.", "chunk")
 
 
 Schedule = Fixed | StreamK | Invariant
 ScheduleArg = Schedule | str
-
-
-def _at_least_one(param: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid_type(param, "must be an int or None", repr(value), "Give a whole number from 1.")
-    if value < 1:
-        raise invalid(param, "must be at least 1", value, "Give a whole number from 1.")
 
 
 _DEFAULTS: dict[str, Schedule] = {"fixed": Fixed(), "stream_k": StreamK(), "invariant": Invariant()}
@@ -162,6 +197,7 @@ class AttentionSpec:
     window:    keys a query sees, itself included, or None for all.
     q_len:     most query tokens of one request.
     causal:    whether query i of n sees only keys up to position seq_len - n + i.
+    latent:    whether V is the first DV columns of K (MLA), and so is not stored or read a second time.
     """
 
     HQ: int
@@ -173,16 +209,19 @@ class AttentionSpec:
     window: int | None = None
     q_len: int = 1
     causal: bool = True
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("HQ", "KH", "D", "DV", "q_len"):
-            _at_least_one(name, getattr(self, name))
-        for name in ("page_size", "window"):
-            _at_least_one(name, getattr(self, name))
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        _hold_whole(self, "", "page_size", "window")
         if self.HQ % self.KH:
             raise invalid("HQ", f"must be a multiple of KH ({self.KH})", self.HQ,
                           "Each KV head serves the same number of query heads.")
-        if self.dtype not in DTYPE_BYTES:
+        if self.latent and self.DV > self.D:
+            raise invalid("DV", f"must be at most D ({self.D}) in a latent cache, whose V is part of K", self.DV,
+                          "For DeepSeek's MLA it is 512 of 576.")
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise invalid("dtype", f"must be one of {', '.join(DTYPE_BYTES)}", repr(self.dtype), "Use one of these.")
 
     @property
@@ -191,6 +230,6 @@ class AttentionSpec:
         return self.HQ // self.KH
 
     @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer."""
-        return self.KH * (self.D + self.DV) * DTYPE_BYTES[self.dtype]
+    def kv_head_bytes(self) -> int:
+        """Bytes of K and V of one token of one KV head in one layer."""
+        return (self.D if self.latent else self.D + self.DV) * DTYPE_BYTES[self.dtype]

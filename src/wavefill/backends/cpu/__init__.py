@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from wavefill.hardware import CPU_TILE
 from wavefill.schedule import resolve
 from wavefill.spec import (
+    MAX_LENGTH,
     AttentionSpec,
     Fixed,
     InvalidArgument,
@@ -79,7 +80,9 @@ def attention(
         threads = torch.get_num_threads()
     if workers is None:
         workers = threads
-    causal = causal or window is not None  # a window ends at the query's own position, so nothing later is seen
+    if window is not None:
+        causal = True  # a window ends at the query's own position, so nothing later is seen
+        window = min(window, MAX_LENGTH)  # sees all that a longer one would, and the core may subtract it
     tile = schedule.tile if isinstance(schedule, StreamK) and schedule.tile else CPU_TILE
     T, HQ, D = q.shape
     KH, DV = k_cache.shape[2], v_cache.shape[3]
