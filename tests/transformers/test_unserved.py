@@ -77,6 +77,21 @@ def test_changed_attention_of_a_served_family_is_refused() -> None:
         enable(model)
 
 
+@pytest.mark.parametrize("kept", [(0, 1), (0, 2), (2, 0, 1), (0, 0, 1)], ids=str)
+def test_layers_that_are_not_numbered_in_order_are_refused(kept: tuple[int, ...]) -> None:
+    """As when layers were dropped or repeated by hand: the cache would count a forward as never finished."""
+    model = fresh("llama")
+    model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in kept])
+    with pytest.raises(UnsupportedModel, match=r"layer_idx .* from 0 to 2, .*num_hidden_layers.*; got \[.*Set config"):
+        enable(model)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    model.config.num_hidden_layers = len(kept)
+    if len(set(kept)) == len(kept):
+        want = tokens(model, plain(), 6)
+        assert torch.equal(tokens(enable(model), plain(), 6), want)
+
+
 def test_models_outside_of_the_cpu_or_the_dtypes_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="float64"):
         enable(fresh("llama").to(torch.float64))

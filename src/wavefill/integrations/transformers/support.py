@@ -60,9 +60,7 @@ def check_model(model: object) -> PreTrainedModel:
     attention = FAMILIES.get(type(decoder))
     if attention is None:
         raise _refusal(name, f"is of none of the tested families ({FAMILY_NAMES})")
-    for layer in decoder.layers:
-        if type(layer.self_attn) is not attention:
-            raise _refusal(name, f"has {type(layer.self_attn).__name__} in place of {attention.__name__}")
+    _check_layers(name, attention, config, decoder)
     _check_storage(name, decoder)
     _check_shapes(name, config, decoder)
     return decoder
@@ -72,6 +70,19 @@ def _refusal(name: str, what: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"model: {name} {what}. Run it with its own attention (sdpa), or use a model of the {FAMILY_NAMES} families."
     )
+
+
+def _check_layers(name: str, attention: type, config: PretrainedConfig, decoder: PreTrainedModel) -> None:
+    for layer in decoder.layers:
+        if type(layer.self_attn) is not attention:
+            raise _refusal(name, f"has {type(layer.self_attn).__name__} in place of {attention.__name__}")
+    # The cache takes K and V of each layer once and in order; layers that were dropped or moved keep their numbers.
+    numbers = [layer.self_attn.layer_idx for layer in decoder.layers[: config.num_hidden_layers]]
+    if numbers != list(range(config.num_hidden_layers)):
+        raise UnsupportedModel(
+            f"model: layer_idx of its layers must go from 0 to {config.num_hidden_layers - 1}, as num_hidden_layers "
+            f"says; got {numbers}. Set config.num_hidden_layers, and each layer.self_attn.layer_idx, to what is there."
+        )
 
 
 def _check_storage(name: str, decoder: PreTrainedModel) -> None:
