@@ -7,23 +7,29 @@ costs a few microseconds a request; the tokens are written by `wavefill::append`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wavefill import checks, ops
-from wavefill.pages import Pages, Request, Step
-from wavefill.spec import DTYPE_BYTES, InvalidArgument, invalid, invalid_type
+from wavefill.backends.cpu import MAX_HEAD_DIM
+from wavefill.pages import Pages, Request, Step, distinct, ids_of, picks_of, sizes_of
+from wavefill.spec import DTYPE_BYTES, MAX_LENGTH, InvalidArgument, invalid, invalid_type, whole
 
 #: Tokens of a page where the caller gives none: two tiles of the CPU backend, so that in the "HND" layout a tile of one
 #: head is one run of memory. One thread on 8K tokens (D 64 and 128, bf16 and fp32) read 8 to 10 GB/s, against 6.8 to
 #: 8.3 with pages of 16, and 5.5 to 7.5 in "NHD", where the page size made no difference. A request wastes half a page
 #: on average.
 PAGE_SIZE = 64
+#: Layers of a cache: more than any model has, and few enough that even an empty one takes no time to make.
+_MOST_LAYERS = 1 << 16
 #: Lists of requests whose tensors are kept until lengths or pages change.
 _KEPT = 64
 
@@ -61,7 +67,8 @@ class PagedKVCache:
 
     A request is an int that `add`, `fork` or `reorder` gave out; ids are never used twice, so a stale one is an error
     and not another's data. Wherever requests are taken, one id or a sequence of them will do. No method changes
-    anything when it raises. Not safe for use from several threads at once.
+    anything when it raises; what Ctrl-C leaves of one, `restore` undoes. Not safe for use from several threads at once.
+    Pickled, saved or deep-copied, a cache becomes another with the same requests and pages of its own.
 
     >>> cache = PagedKVCache(64, layers=2, kv_heads=2, head_dim=64, dtype=torch.float32)
     >>> requests = cache.add(2)
@@ -85,30 +92,51 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         layout: Literal["NHD", "HND"] = "HND",
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        _count("num_pages", num_pages, least=0)
-        for name, value in (("layers", layers), ("page_size", page_size), ("kv_heads", kv_heads),
-                            ("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-            _count(name, value)
-        if dtype not in checks.DTYPE_NAMES:
+        num_pages = whole("num_pages", num_pages, 0, MAX_LENGTH)
+        self.layers = whole("layers", layers, 1, _MOST_LAYERS)
+        self.page_size = whole("page_size", page_size, 1, MAX_LENGTH)
+        self.kv_heads = whole("kv_heads", kv_heads, 1, MAX_LENGTH)
+        self.head_dim = whole("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        self.head_dim_v = self.head_dim if head_dim_v is None else whole("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
+        if not isinstance(dtype, torch.dtype) or dtype not in checks.DTYPE_NAMES:
             raise invalid_type("dtype", f"must be one of {', '.join(DTYPE_BYTES)}", dtype, "Pass a torch dtype.")
-        if layout not in ("NHD", "HND"):
+        if not isinstance(layout, str) or layout not in ("NHD", "HND"):
             raise invalid("layout", 'must be "NHD" or "HND"', repr(layout), "Use one of these.")
-        if torch.device(device).type not in checks.DEVICES:
-            raise checks.unavailable(torch.device(device))
-        self.layers, self.page_size, self.dtype, self.layout = layers, page_size, dtype, layout
-        self.kv_heads, self.head_dim, self.head_dim_v = kv_heads, head_dim, head_dim_v
-        inner = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
-        # Ordinary tensors even when made under inference_mode: those could not be resized outside it. Uninitialised:
-        # slots without a token are never read, and memory is only taken up once it is written.
-        with torch.inference_mode(False):
-            self._k = [torch.empty(num_pages, *inner, head_dim, dtype=dtype) for _ in range(layers)]
-            self._v = [torch.empty(num_pages, *inner, head_dim_v, dtype=dtype) for _ in range(layers)]
-        self._pages = Pages(num_pages, page_size)
+        _on_cpu(device)
+        self.dtype, self.layout = dtype, layout
+        self._k, self._v = self._buffers(num_pages)
+        self._pages = Pages(num_pages, self.page_size)
         self._open: _Open | None = None
-        self._views = self._make_views()
+        self._views = self._make_views(self._k, self._v)
         self._seq_lens: dict[tuple[int, ...], Tensor] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is made anew; of K and V a copy of the pages that were ever taken, as others hold nothing."""
+        k, v = self._taken()
+        return self._state([x.clone() for x in k], [x.clone() for x in v])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Into memory of its own: tensors that another process sent are shared with it.
+        self.__dict__.update(state)
+        k, v = self._buffers(self.num_pages)
+        for buffer, taken in zip((*k, *v), (*self._k, *self._v), strict=True):
+            buffer[: len(taken)] = taken
+        self._k, self._v, self._views = k, v, self._make_views(k, v)
+        self._changed(pages=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """As through a pickle, but K and V are copied once."""
+        other: PagedKVCache = type(self).__new__(type(self))
+        memo[id(self)] = other
+        state = copy.deepcopy(self._state([], []), memo)
+        state["_k"], state["_v"] = self._taken()
+        other.__setstate__(state)
+        return other
+
+    def __copy__(self) -> NoReturn:
+        raise invalid("cache", "can't be copied shallowly: two caches would give away the same pages", "copy.copy",
+                      "Use copy.deepcopy(cache), or fork requests, which share pages.")
 
     # ---- what there is
 
@@ -120,7 +148,7 @@ class PagedKVCache:
     @property
     def free_pages(self) -> int:
         """Pages that hold no request's tokens."""
-        return len(self._pages.free)
+        return self._pages.free
 
     @property
     def requests(self) -> list[int]:
@@ -144,7 +172,7 @@ class PagedKVCache:
 
         The same tensor until a length changes, so that all layers of a step share it; don't write to it.
         """
-        ids = _ids(requests)
+        ids = ids_of(requests)
         known = self._seq_lens.get(ids)
         if known is None:
             lengths = np.array([self._pages.get(i).length for i in ids], np.int32)
@@ -158,7 +186,7 @@ class PagedKVCache:
 
         The same tensor until a page is added or given up, so that all layers of a step share it; don't write to it.
         """
-        ids = _ids(requests)
+        ids = ids_of(requests)
         known = self._tables.get(ids)
         if known is None:
             if len(self._tables) == _KEPT:
@@ -170,7 +198,7 @@ class PagedKVCache:
 
     def add(self, n: int = 1) -> list[int]:
         """n new, empty requests. They take no pages until something is appended."""
-        _count("n", n, least=0)
+        n = whole("n", n, 0, MAX_LENGTH)
         return [self._pages.new() for _ in range(n)]
 
     def fork(self, request: int, n: int = 1) -> list[int]:
@@ -178,13 +206,13 @@ class PagedKVCache:
 
         Takes no pages now: whoever first appends to a shared page that is not full gets a copy of it.
         """
-        _count("n", n, least=0)
+        n = whole("n", n, 0, MAX_LENGTH)
         self._settled(request)
         return [self._pages.fork(request) for _ in range(n)]
 
     def truncate(self, request: int, length: int) -> None:
         """Drops the tokens of a request past `length`, as after rejected drafts."""
-        _count("length", length, least=0)
+        length = whole("length", length, 0, MAX_LENGTH)
         held = self._settled(request)
         if length > held.length:
             raise invalid("length", f"must be at most the request's length ({held.length})", length,
@@ -194,8 +222,8 @@ class PagedKVCache:
 
     def free(self, requests: int | Iterable[int]) -> None:
         """Gives up requests; pages that nobody shares become free. Their ids are never valid again."""
-        ids = _ids(requests)
-        _distinct(ids)
+        ids = ids_of(requests)
+        distinct(ids)
         for i in ids:
             self._settled(i)
         for i in ids:
@@ -208,15 +236,11 @@ class PagedKVCache:
         Replaces `requests`: who is picked once keeps its id, who is picked more often is forked, who is not picked is
         freed. No page is copied and none is taken. Returns len(index) ids.
         """
-        ids = _ids(requests)
-        _distinct(ids)
-        picks = index.tolist() if isinstance(index, Tensor) else list(index)
+        ids = ids_of(requests)
+        distinct(ids)
         for i in ids:
             self._settled(i)
-        for pick in picks:
-            if not isinstance(pick, int) or not 0 <= pick < len(ids):
-                raise invalid("index", f"must hold numbers from 0 to {len(ids) - 1}", pick,
-                              "It picks from requests by position.")
+        picks = picks_of(index, len(ids))
         seen: set[int] = set()
         chosen = []
         for pick in picks:
@@ -227,17 +251,15 @@ class PagedKVCache:
 
     def grow(self, num_pages: int) -> None:
         """Enlarges the cache to `num_pages` pages in all. Page ids, requests and tables stay valid."""
-        _count("num_pages", num_pages, least=0)
+        num_pages = whole("num_pages", num_pages, 0, MAX_LENGTH)
         before = self.num_pages
         if num_pages < before:
             raise invalid("num_pages", f"must be at least the present number ({before})", num_pages,
                           "A cache cannot shrink; make a new one.")
-        with torch.inference_mode(False):
-            for pages in (*self._k, *self._v):
-                # In place, so that views taken earlier see what is appended later.
-                pages.resize_(num_pages, *pages.shape[1:])
+        k, v = self._enlarged(num_pages)
+        self._views = self._make_views(k, v)
+        self._k, self._v = k, v
         self._pages.grow(num_pages)
-        self._views = self._make_views()
 
     # ---- tokens
 
@@ -262,7 +284,7 @@ class PagedKVCache:
 
         Raises OutOfPages when the step needs more pages than are free.
         """
-        ids = _ids(requests)
+        ids = ids_of(requests)
         every = layer is None and self.layers > 1
         _tensor("k", k)
         _tensor("v", v)
@@ -301,10 +323,10 @@ class PagedKVCache:
 
         Raises OutOfPages when there are fewer free pages than it takes.
         """
-        ids, sizes = _ids(requests), tuple(counts)
+        ids = ids_of(requests)
         for i in ids:
             self._settled(i)
-        _matched(ids, sizes)
+        sizes = sizes_of(counts, ids)
         planned = self._plan(ids, sizes)
         self._pages.claim(planned.step)
         self._changed(pages=bool(planned.step.placed))
@@ -323,15 +345,76 @@ class PagedKVCache:
             self._pages.crop(held, held.length - count)
         self._changed(pages=True)
 
+    def restore(self, lengths: Mapping[int, int]) -> None:
+        """Back to the requests of `lengths`, each with its first lengths[request] tokens; all others are freed.
+
+        For recovery after a call that did not end, by Ctrl-C above all: take `{i: cache.length(i) for i in
+        cache.requests}` before it, and pass that here. What was truncated or freed meanwhile can't be had back.
+        """
+        if not isinstance(lengths, Mapping):
+            raise invalid_type("lengths", "must be a dict of requests and lengths", repr(lengths),
+                               "Take {i: cache.length(i) for i in cache.requests} beforehand.")
+        wanted = {i: whole("lengths", length, 0, MAX_LENGTH) for i, length in lengths.items()}
+        for i, length in wanted.items():
+            held = self._pages.get(i)
+            if length > held.length:
+                raise invalid("lengths", f"must be at most the request's length ({held.length})",
+                              f"{length} for request {i}", "Restoring cannot add tokens; append them.")
+        self._open = None
+        self._pages.restore(wanted)
+        self._changed(pages=True)
+
     # ---- inside
 
-    def _make_views(self) -> list[KVPages]:
+    def _state(self, k: list[Tensor], v: list[Tensor]) -> dict[str, Any]:
+        """The attributes of a copy, but those that it makes anew."""
+        anew = ("_views", "_seq_lens", "_tables")
+        return {**{name: value for name, value in self.__dict__.items() if name not in anew}, "_k": k, "_v": v}
+
+    def _taken(self) -> tuple[list[Tensor], list[Tensor]]:
+        """K and V of the pages that were ever taken."""
+        fresh = self._pages.fresh
+        return [k[:fresh] for k in self._k], [v[:fresh] for v in self._v]
+
+    def _sizes(self, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the buffers of K and V of a layer."""
+        tokens, heads = self.page_size, self.kv_heads
+        outer = (num_pages, tokens, heads) if self.layout == "NHD" else (num_pages, heads, tokens)
+        return (*outer, self.head_dim), (*outer, self.head_dim_v)
+
+    def _buffers(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
+        """K and V of each layer, uninitialised: slots without a token are never read, and memory is only taken up once
+        it is written. Ordinary tensors even when made under inference_mode, which a cache may outlive.
+        """
+        sizes = self._sizes(num_pages)
+        with torch.inference_mode(False), self._memory_for(num_pages):
+            k, v = ([torch.empty(size, dtype=self.dtype, device="cpu") for _ in range(self.layers)] for size in sizes)
+        return k, v
+
+    def _enlarged(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The buffers with more pages. Their memory grows in place, so that views taken earlier see what is appended
+        later; where it fails, nothing has changed but how much unwritten memory lies behind some of them.
+        """
+        k_size, v_size = self._sizes(num_pages)
+        with torch.inference_mode(False), self._memory_for(num_pages):
+            return [x.detach().resize_(k_size) for x in self._k], [x.detach().resize_(v_size) for x in self._v]
+
+    @contextmanager
+    def _memory_for(self, num_pages: int) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            page = sum(map(prod, self._sizes(1))) * self.dtype.itemsize * self.layers
+            raise invalid("num_pages", "must be pages that there is memory for", f"{num_pages} of {page} bytes",
+                          "Give fewer pages, or smaller ones.") from error
+
+    def _make_views(self, buffers_k: list[Tensor], buffers_v: list[Tensor]) -> list[KVPages]:
         heads_first = self.layout == "HND"
         with torch.inference_mode(False):
             return [
                 KVPages(k.transpose(1, 2) if heads_first else k.view_as(k),
                         v.transpose(1, 2) if heads_first else v.view_as(v))
-                for k, v in zip(self._k, self._v, strict=True)
+                for k, v in zip(buffers_k, buffers_v, strict=True)
             ]
 
     def _counts(self, ids: tuple[int, ...], tokens: int, counts: Iterable[int] | None) -> tuple[int, ...]:
@@ -341,18 +424,17 @@ class PagedKVCache:
                               f"{tokens} tokens", "Pass counts= for a ragged step.")
             sizes = (tokens // (len(ids) or 1),) * len(ids)
         else:
-            sizes = tuple(counts)
-            _matched(ids, sizes)
+            sizes = sizes_of(counts, ids)
             if sum(sizes) != tokens:
                 raise invalid("counts", f"must add up to the {tokens} tokens of k", sizes, "Pack k and v to match.")
         return sizes
 
     def _plan(self, ids: tuple[int, ...], counts: tuple[int, ...]) -> _Open:
         """Where a step's tokens go. Changes nothing but what is in free pages."""
-        _distinct(ids)
+        distinct(ids)
         step = self._pages.plan(ids, counts)
         if step.copies:
-            shared, copies = (torch.tensor(pages) for pages in zip(*step.copies, strict=True))
+            shared, copies = torch.from_numpy(np.array(step.copies)).T
             for buffer in (*self._k, *self._v):
                 buffer[copies] = buffer[shared]
         slots = torch.from_numpy(np.array(step.slots, np.int64))
@@ -380,25 +462,10 @@ class PagedKVCache:
         )
 
     def _check_layer(self, layer: int) -> None:
-        if not isinstance(layer, int) or not 0 <= layer < self.layers:
-            raise invalid("layer", f"must be from 0 to {self.layers - 1}", repr(layer), "Count layers from 0.")
-
-
-def _ids(requests: int | Iterable[int]) -> tuple[int, ...]:
-    if isinstance(requests, tuple):
-        return requests
-    return (requests,) if isinstance(requests, int) else tuple(requests)
-
-
-def _distinct(ids: tuple[int, ...]) -> None:
-    if len(ids) > 1 and len(set(ids)) != len(ids):
-        raise invalid("requests", "must be distinct", list(ids), "Name each request once.")
-
-
-def _matched(ids: tuple[int, ...], counts: tuple[int, ...]) -> None:
-    if len(counts) != len(ids) or any(not isinstance(n, int) or n < 0 for n in counts):
-        raise invalid("counts", f"must be one number of tokens, 0 or more, for each of {len(ids)} requests", counts,
-                      "Give them in the order of requests.")
+        if type(layer) is not int:
+            raise invalid_type("layer", "must be an int", repr(layer), "Count layers from 0.")
+        if not 0 <= layer < self.layers:
+            raise invalid("layer", f"must be from 0 to {self.layers - 1}", layer, "Count layers from 0.")
 
 
 def _tensor(name: str, value: object) -> None:
@@ -406,8 +473,11 @@ def _tensor(name: str, value: object) -> None:
         raise invalid_type(name, "must be a torch.Tensor", type(value).__name__, "Pass [tokens, KH, head size].")
 
 
-def _count(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid_type(name, "must be an int", repr(value), f"Give a whole number from {least}.")
-    if value < least:
-        raise invalid(name, f"must be at least {least}", value, f"Give a whole number from {least}.")
+def _on_cpu(device: object) -> None:
+    """Raises for a device that torch doesn't know, or on which no backend runs."""
+    try:
+        known = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError):
+        raise invalid("device", 'must be "cpu"', repr(device), "Leave it out, or give a device of torch.") from None
+    if known.type not in checks.DEVICES:
+        raise checks.unavailable(known)

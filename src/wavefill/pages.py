@@ -6,13 +6,15 @@ none is left. A step is planned first and claimed after its tokens were written,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from wavefill.spec import OutOfPages, complaint, invalid
+from wavefill.spec import MAX_LENGTH, OutOfPages, complaint, invalid, invalid_type
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -57,11 +59,20 @@ class Pages:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.refs = np.zeros(num_pages, np.int32)
-        self.free = list(range(num_pages - 1, -1, -1))
+        # Pages given back, taken again from the end; behind them come those never taken, from `fresh` up.
+        self.returned: list[int] = []
+        self.fresh = 0
         self.requests: dict[int, Request] = {}
         self._next_id = 0
 
+    @property
+    def free(self) -> int:
+        """Pages that no request holds."""
+        return len(self.returned) + len(self.refs) - self.fresh
+
     def get(self, request: int) -> Request:
+        if type(request) is not int:
+            (request,) = _numbers("request", (request,), "Pass an id that add, fork or reorder gave out.")
         held = self.requests.get(request)
         if held is None:
             raise invalid("request", "must be an id that add, fork or reorder gave out and that is not freed",
@@ -85,7 +96,7 @@ class Pages:
         pages = held.pages[keep : held.used]
         self.refs[pages] -= 1
         # The last page first, so that whoever takes them next gets them in the order they had.
-        self.free.extend(pages[self.refs[pages] == 0][::-1].tolist())
+        self.returned.extend(pages[self.refs[pages] == 0][::-1].tolist())
         held.used, held.length = keep, length
 
     def remove(self, request: int) -> None:
@@ -93,9 +104,21 @@ class Pages:
 
     def grow(self, num_pages: int) -> None:
         """Adds free pages behind those there are, to be taken last."""
-        before = len(self.refs)
-        self.refs = np.concatenate([self.refs, np.zeros(num_pages - before, np.int32)])
-        self.free[:0] = range(num_pages - 1, before - 1, -1)
+        self.refs = np.concatenate([self.refs, np.zeros(num_pages - len(self.refs), np.int32)])
+
+    def restore(self, lengths: Mapping[int, int]) -> None:
+        """Back to the requests of `lengths`, each cut to its length; all others are removed.
+
+        Holders are counted anew, so it doesn't matter how far an interrupted call had come: at every point of `claim`
+        and `crop` a request's own pages hold the tokens that it keeps.
+        """
+        requests = {i: held for i, held in self.requests.items() if i in lengths}
+        refs = np.zeros_like(self.refs)
+        for i, held in requests.items():
+            held.used, held.length = -(-lengths[i] // self.page_size), lengths[i]
+            refs[held.pages[: held.used]] += 1
+        self.requests, self.refs = requests, refs
+        self.returned = np.flatnonzero(refs[: self.fresh] == 0)[::-1].tolist()
 
     def table(self, requests: Iterable[int]) -> Ints:
         """[B, most pages] page ids, -1 past a request's last page; at least one column."""
@@ -109,51 +132,66 @@ class Pages:
         """Pages and slots for counts[i] more tokens of requests[i]; changes nothing.
 
         A page that is not full and has other holders is replaced by a copy, unless all the others are replaced in
-        this step too. Raises OutOfPages.
+        this step too. Raises OutOfPages, after a look at each request and none at its tokens.
         """
+        P, needed = self.page_size, 0
         step = Step(requests, counts)
-        P, free = self.page_size, self.free
-        available, taken = len(free), 0
         replaced: dict[int, int] = {}
+        # (request, tokens, its last page unless it is full, whether that one is copied, pages to take)
+        spans: list[tuple[Request, int, int, bool, int]] = []
         for i, count in zip(requests, counts, strict=True):
             held = self.get(i)
             if not count:
                 continue
-            first, offset = divmod(held.length, P)
-            pages = []
-            if offset:
-                page = int(held.pages[first])
-                others = int(self.refs[page]) - 1 - replaced.get(page, 0)
-                if others:
+            before, length = held.length, held.length + count
+            if length > MAX_LENGTH:
+                raise invalid("counts", f"must leave a request with at most {MAX_LENGTH} tokens", f"{length} for {i}",
+                              "Lengths are int32; split the request.")
+            page, copy, take = -1, False, -(-length // P) - -(-before // P)
+            if before % P:
+                page = int(held.pages[before // P])
+                if self.refs[page] - replaced.get(page, 0) > 1:
                     replaced[page] = replaced.get(page, 0) + 1
-                    taken += 1
-                    copy = free[-taken] if taken <= available else -1
-                    step.copies.append((page, copy))
-                    step.placed.append((held, first, copy))
-                    page = copy
-                pages.append(page)
-            for index in range(first + len(pages), (held.length + count - 1) // P + 1):
-                taken += 1
-                page = free[-taken] if taken <= available else -1
-                step.placed.append((held, index, page))
-                pages.append(page)
+                    copy = True
+                    take += 1
+            needed += take
+            spans.append((held, count, page, copy, take))
+        if needed > self.free:
+            raise OutOfPages(complaint(
+                "requests", f"this append needs {needed} free pages of {P} tokens",
+                f"{self.free} free of {len(self.refs)}",
+                f"Free or truncate requests, or call grow({len(self.refs) + needed - self.free}). Nothing was changed.",
+            ))
+        upcoming = iter(self._upcoming(needed))
+        for held, count, page, copy, take in spans:
+            first, offset = divmod(held.length, P)
+            pages = [page] if offset else []
+            if take:
+                taken = list(islice(upcoming, take))
+                if copy:
+                    step.copies.append((page, taken[0]))
+                    pages = []
+                step.placed += [(held, index, new) for index, new in enumerate(taken, first + len(pages))]
+                pages += taken
             if count == 1:
                 step.slots.append(pages[0] * P + offset)
             else:
-                slots = np.add.outer(np.array(pages, np.int64) * P, np.arange(P)).ravel()
-                step.slots.extend(slots[offset : offset + count].tolist())
-        if taken > available:
-            raise OutOfPages(complaint(
-                "requests", f"this append needs {taken} free pages of {P} tokens",
-                f"{available} free of {len(self.refs)}",
-                f"Free or truncate requests, or call grow({len(self.refs) + taken - available}). Nothing was changed.",
-            ))
+                at, inside = np.divmod(np.arange(offset, offset + count), P)
+                step.slots.extend((np.array(pages, np.int64)[at] * P + inside).tolist())
         return step
+
+    def _upcoming(self, number: int) -> list[int]:
+        """The free pages that are taken next, in order."""
+        pages = self.returned[: -number - 1 : -1]
+        pages += range(self.fresh, self.fresh + number - len(pages))
+        return pages
 
     def claim(self, step: Step) -> None:
         """Makes the step that was planned last real."""
         if step.placed:
-            del self.free[len(self.free) - len(step.placed) :]
+            again = min(len(step.placed), len(self.returned))
+            self.fresh += len(step.placed) - again
+            del self.returned[len(self.returned) - again :]
             self.refs[[page for _, _, page in step.placed]] = 1
             for shared, _ in step.copies:
                 self.refs[shared] -= 1
@@ -167,3 +205,52 @@ class Pages:
         self._next_id += 1
         self.requests[i] = held
         return i
+
+
+# ---- what callers pass
+
+def ids_of(requests: int | Iterable[int]) -> tuple[int, ...]:
+    """One id or a sequence of them."""
+    if type(requests) is int:
+        return (requests,)
+    return _numbers("requests", requests, "Pass an id that add, fork or reorder gave out, or a sequence of ids.")
+
+
+def distinct(ids: tuple[int, ...]) -> None:
+    """Raises where a request is named twice."""
+    if len(ids) > 1 and len(set(ids)) != len(ids):
+        raise invalid("requests", "must be distinct", list(ids), "Name each request once.")
+
+
+def sizes_of(counts: Iterable[int], ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of tokens, one for each of `ids`."""
+    sizes = _numbers("counts", counts, "Give a number of tokens for each request.")
+    if len(sizes) != len(ids) or (sizes and min(sizes) < 0):
+        raise invalid("counts", f"must be one number of tokens, 0 or more, for each of {len(ids)} requests", sizes,
+                      "Give them in the order of requests.")
+    return sizes
+
+
+def picks_of(index: Iterable[int], number: int) -> tuple[int, ...]:
+    """Positions, each from 0 to number - 1."""
+    picks = _numbers("index", index, "It picks from requests by position.")
+    for pick in picks:
+        if not 0 <= pick < number:
+            rule = f"must hold numbers from 0 to {number - 1}" if number else "must be empty, as there are no requests"
+            raise invalid("index", rule, pick, "It picks from requests by position.")
+    return picks
+
+
+def _numbers(name: str, values: Any, next_step: str) -> tuple[int, ...]:
+    """A sequence of whole numbers, of arrays and tensors too, as plain ints. Bools are none: they would be a mask."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Iterable):
+        raise invalid_type(name, "must be a sequence of whole numbers", repr(values), next_step)
+    found = tuple(values)
+    if set(map(type, found)) <= {int}:
+        return found
+    for value in found:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise invalid_type(name, "must hold whole numbers", repr(value), next_step)
+    return tuple(map(int, found))
