@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,18 +273,33 @@ def test_an_interrupted_forward_leaves_nothing_for_the_next_model() -> None:
     assert torch.equal(greedy(model), expected(("short",), "llama", greedy))
 
 
-def test_a_compiled_model_gives_the_same_tokens() -> None:
-    model = enable(fresh("llama"))
-    ids = plain(9)
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="eager")
-        out = compiled(ids, use_cache=True)
-        for _ in range(2):
-            ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
-            out = compiled(ids[:, -1:], use_cache=True, **{CACHE: out[CACHE]})
-            want = stock("llama")(ids).logits[:, -1]
-            torch.testing.assert_close(out.logits[:, -1], want, rtol=1e-4, atol=1e-5)
+@pytest.fixture
+def no_graphs() -> Iterator[None]:
+    yield
     torch._dynamo.reset()
+
+
+def test_a_compiled_model_gives_the_same_tokens(no_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plainly, graphs, calls = build("mistral-window", num_hidden_layers=1), [], []
+    model = enable(copy.deepcopy(plainly))
+    real = kernels.attention
+    monkeypatch.setattr(kernels, "attention", lambda *args, **options: calls.append(0) or real(*args, **options))
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    assert torch.equal(tokens(model, padded(), 3), tokens(plainly, padded(), 3))
+    assert len(graphs) > 3, "nothing was compiled"
+    assert len(calls) == 2 + 1, "wavefill was compiled away"
+
+
+def test_a_compiled_model_cannot_be_one_graph(no_graphs: None) -> None:
+    model = enable(fresh("llama"))
+    model.compile(backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match=r"wavefill.*without fullgraph=True"):
+        model(plain())
 
 
 @pytest.mark.parametrize("name", ["wavefill", "wavefill_over_eager"])

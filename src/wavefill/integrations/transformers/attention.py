@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from wavefill.integrations.transformers import continuous, kernels
-from wavefill.integrations.transformers.current import get_step
+from wavefill.integrations.transformers.current import get_step, untraced
 from wavefill.integrations.transformers.names import name_over
 from wavefill.integrations.transformers.rows import Step
 from wavefill.integrations.transformers.support import PREVIOUS
@@ -36,7 +36,7 @@ def register() -> None:
         AttentionMaskInterface.register(name_over(previous), partial(mask, previous))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a step is no tensor, so it can't be traced
+@untraced
 def mask(previous: str, *args: Any, **kwargs: Any) -> Any:
     """The step of the running forward, or the mask of the implementation that the model came with."""
     step = get_step()
@@ -45,7 +45,7 @@ def mask(previous: str, *args: Any, **kwargs: Any) -> Any:
     return _masks[previous](*args, **kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the kernels take addresses, which can't be traced
+@untraced
 def attention(
     previous: str,
     module: torch.nn.Module,

@@ -8,10 +8,26 @@ its own step is the current one.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
     from wavefill.integrations.transformers.rows import Step
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep `torch.compile` out of `function`, which hands addresses to the kernels or works on a step."""
+    kept: Callable[P, R] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        function, reason="wavefill can't be a part of a graph. Compile an enabled model without fullgraph=True, or "
+        "call wavefill.integrations.transformers.disable(model) first."
+    )
+    return kept
 
 
 class _Current(threading.local):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.cache import WavefillCache, adopt, rows_of
-from wavefill.integrations.transformers.current import get_step, set_step
+from wavefill.integrations.transformers.current import get_step, set_step, untraced
 from wavefill.integrations.transformers.names import previous_of
 from wavefill.spec import invalid
 
@@ -32,7 +32,7 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a step is begun anew for every forward
+@untraced
 def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Begin a step when this forward runs over a wavefill cache; give it one when it would make its own.
 
@@ -76,7 +76,7 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     return (), {**{k: v for k, v in kwargs.items() if k not in CACHE_NAMES}, name: made}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None:
     """End the step; one that a failed forward left half written is undone."""
     step = get_step()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from wavefill.integrations.transformers.continuous import attention
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract
+from wavefill.integrations.transformers.current import untraced
 from wavefill.spec import invalid
 
 #: Keyword arguments that only a paged forward pass carries, in every release so far.
@@ -51,7 +51,7 @@ def is_paged_call(kwargs: Mapping[str, Any]) -> bool:
     return current() is not None or not MARKS.isdisjoint(kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def forward(
     module: Any,
     query: Tensor,
