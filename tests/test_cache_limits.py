@@ -137,7 +137,7 @@ def test_an_index_of_no_positions(index: Any) -> None:
 
 def test_nothing_to_pick_from() -> None:
     cache = make()
-    with pytest.raises(InvalidArgument, match="index: must be empty, as there are no requests; got 0"):
+    with pytest.raises(InvalidArgument, match="index: must be empty, as there are none to pick; got 0"):
         cache.reorder([], [0])
     assert cache.reorder([], []) == []
 

@@ -240,7 +240,7 @@ class PagedKVCache:
         distinct(ids)
         for i in ids:
             self._settled(i)
-        picks = picks_of(index, len(ids))
+        picks = picks_of("index", index, len(ids))
         seen: set[int] = set()
         chosen = []
         for pick in picks:

@@ -231,13 +231,13 @@ def sizes_of(counts: Iterable[int], ids: tuple[int, ...]) -> tuple[int, ...]:
     return sizes
 
 
-def picks_of(index: Iterable[int], number: int) -> tuple[int, ...]:
+def picks_of(name: str, index: Iterable[int], number: int) -> tuple[int, ...]:
     """Positions, each from 0 to number - 1."""
-    picks = _numbers("index", index, "It picks from requests by position.")
+    picks = _numbers(name, index, "It picks by position.")
     for pick in picks:
         if not 0 <= pick < number:
-            rule = f"must hold numbers from 0 to {number - 1}" if number else "must be empty, as there are no requests"
-            raise invalid("index", rule, pick, "It picks from requests by position.")
+            rule = f"must hold numbers from 0 to {number - 1}" if number else "must be empty, as there are none to pick"
+            raise invalid(name, rule, pick, "It picks by position.")
     return picks
 
 

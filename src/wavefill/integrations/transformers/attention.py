@@ -88,6 +88,7 @@ def attention(
         raise invalid("is_causal", "must be true with a wavefill cache", False,
                       "Pass use_cache=False for attention that is not causal.")
     step = attention_mask
+    step.attended += 1
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if step.has_late_padding or (sliding_window is not None and step.has_hole):
         return _masked(step, module, query, scale, sliding_window), None
@@ -158,8 +159,8 @@ def _masked(step: Step, module: Any, query: Tensor, scale: float, window: int | 
     """
     assert step.mask is not None
     slots = step.past + step.q_len
-    keys, values = step.rows.dense(module.layer_idx, slots, step.mask)
-    positions = torch.arange(slots)
+    keys, values = step.rows.dense(module.layer_idx, step)
+    positions = torch.arange(slots, device="cpu")
     queries = positions[step.past:, None]
     seen = (positions <= queries) & step.mask[:, None, None]
     if window is not None:

@@ -7,6 +7,7 @@ draft) is done once: `Cache` calls every layer in turn, and layer 0 acts for all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -100,27 +101,45 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove slots of every row; 0 changes nothing."""
-        tokens_to_remove = int(tokens_to_remove)  # 5.17 passes a tensor
-        if tokens_to_remove > 0:
-            raise invalid("tokens_to_remove", "must be 0 or negative", tokens_to_remove,
-                          "Give minus the number of tokens to drop.")
+        next_step = "Give minus the number of tokens to drop."
+        change = _number("tokens_to_remove", tokens_to_remove, next_step)
+        if change > 0:
+            raise invalid("tokens_to_remove", "must be 0 or negative", change, next_step)
         if self.index == 0:
-            self.rows.crop(-tokens_to_remove)
+            self.rows.crop(-change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; pages are shared."""
         if self.index == 0:
-            self.rows.gather(beam_idx.tolist())
+            self.rows.gather(beam_idx, "beam_idx")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times in place; pages are shared."""
+        next_step = "Give how many rows each one becomes."
+        times = _number("repeats", repeats, next_step)
+        if times < 0:
+            raise invalid("repeats", "must be 0 or more", times, next_step)
         if self.index == 0:
-            self.rows.gather([row for row in range(self.rows.batch) for _ in range(repeats)])
+            self.rows.gather([row for row in range(self.rows.batch) for _ in range(times)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows that `indices` names (numbers, or a bool mask)."""
+        """Keep the rows that `indices` names (numbers, from the end where negative, or a bool mask)."""
         if self.index == 0 and self.rows.slots:
-            self.rows.gather(torch.arange(self.rows.batch)[indices].tolist())
+            try:
+                rows = torch.arange(self.rows.batch, device="cpu")[indices]
+            except (IndexError, TypeError, RuntimeError):
+                raise invalid("indices", f"must name some of the cache's {self.rows.batch} rows", indices,
+                              "Give their numbers, or a bool for each row.") from None
+            self.rows.gather(rows, "indices")
+
+
+def _number(name: str, value: object, next_step: str) -> int:
+    """A whole number, which 5.17 passes as a tensor."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise invalid_type(name, "must be an int", repr(value), next_step)
+    return int(value)
 
 
 def paged_layers(count: int) -> list[PagedLayer]:

@@ -52,13 +52,13 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     if _records_gradients(decoder, kwargs):
         _step_aside(decoder, held)
         return None
-    made = WavefillCache(decoder) if held is None else None
-    rows = adopt(held if made is None else made, config.num_hidden_layers)
-    inputs = kwargs.get("input_ids")
-    if inputs is None:
-        inputs = kwargs.get("inputs_embeds")
+    name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
+    inputs = kwargs.get(name)
     if inputs is None:
         return None  # The forward itself says what is missing.
+    if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
+        got = list(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        raise invalid(name, "must be a tensor [batch, tokens, ...]", got, "Give one prompt as [1, tokens].")
     # As transformers decides it: the argument when there is one, whatever it is, else the configuration.
     asked = "output_attentions" if "output_attentions" in kwargs else "config.output_attentions"
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
@@ -69,6 +69,9 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         got = list(attention_mask.shape) if hasattr(attention_mask, "shape") else type(attention_mask).__name__
         raise invalid("attention_mask", "must be [batch, tokens] with a wavefill cache", got,
                       "Pass use_cache=False for a mask of your own, or call disable(model).")
+    # Only now, so that a new DynamicCache is left as it is by a call that is refused.
+    made = WavefillCache(decoder) if held is None else None
+    rows = adopt(held if made is None else made, config.num_hidden_layers)
     set_step(rows.begin(inputs.shape[0], inputs.shape[1], attention_mask, config))
     if made is None:
         return None
@@ -78,11 +81,11 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
 
 @untraced
 def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None:
-    """End the step; one that a failed forward left half written is undone."""
+    """End the step; one of a forward that failed is undone. torch calls no hook after Ctrl-C: the next step does it."""
     step = get_step()
     if step is not None and step.config is decoder.config:
         set_step(None)
-        step.rows.rollback(step)
+        step.rows.end(step, returned=output is not None)
 
 
 def _records_gradients(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> bool:

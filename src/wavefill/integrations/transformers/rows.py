@@ -2,13 +2,18 @@
 
 transformers counts *slots*: every row of a batch has as many, padding included. Only real tokens are stored: a row's
 tokens lie packed in its pages, in order, so its length is its own. What the two views have in common is the mask.
+
+What a cache holds is one object, `Held`, which one assignment replaces, for a forward once it has returned. So one that
+fails or is interrupted leaves the cache as it was. Pages are taken before that assignment and given up after it; what
+an unfinished change left of them is cleared away before the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from wavefill.cache import PagedKVCache
 from wavefill.integrations.transformers import kernels
+from wavefill.pages import picks_of
 from wavefill.spec import invalid
 
 #: A pool that is full grows to this many times what is needed, so that the copies add up to a constant a token.
@@ -32,6 +38,7 @@ class Step:
     past:   slots before this step.
     mask:   bool [batch, past + q_len], true for real tokens, or None when all are.
     held:   real tokens of each row before this step.
+    ids:    the requests of the rows; those of rows without a past are there once a layer has written.
     """
 
     rows: Rows
@@ -40,21 +47,23 @@ class Step:
     q_len: int
     past: int
     mask: Tensor | None
-    held: list[int]
+    held: tuple[int, ...]
+    ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self.written = 0
+        #: Layers that have written their K and V, and those whose attention has been computed.
+        self.written = self.attended = 0
         self.slots: Tensor | None = None
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 [batch], tokens of each row with the new ones; there once a layer has written."""
-        return self.rows.pages.seq_lens(self.rows.ids)
+        return self.rows.pages.seq_lens(self.ids)
 
     @cached_property
     def block_table(self) -> Tensor:
         """int32 [batch, pages], the pages of each row; there once a layer has written."""
-        return self.rows.pages.block_table(self.rows.ids)
+        return self.rows.pages.block_table(self.ids)
 
     @cached_property
     def new(self) -> Tensor | None:
@@ -74,11 +83,16 @@ class Step:
         """Real new tokens of each row."""
         return (self.q_len,) * self.batch if self.new is None else tuple(self.new.sum(1).tolist())
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Real tokens of each row with the new ones."""
+        return tuple(map(add, self.held, self.counts))
+
     @cached_property
     def cu_seqlens_q(self) -> Tensor:
         """int32 [batch + 1], where each row's real new tokens start."""
-        bounds = torch.zeros(self.batch + 1, dtype=torch.int32)
-        torch.cumsum(torch.tensor(self.counts, dtype=torch.int32), 0, out=bounds[1:])
+        bounds = torch.zeros(self.batch + 1, dtype=torch.int32, device="cpu")
+        torch.cumsum(torch.tensor(self.counts, dtype=torch.int32, device="cpu"), 0, out=bounds[1:])
         return bounds
 
     @cached_property
@@ -86,7 +100,7 @@ class Step:
         """Whether a row has padding between real tokens, so that slots and packed tokens are differently far apart."""
         if self.mask is None:
             return False
-        order = torch.arange(1, self.mask.shape[1] + 1) * self.mask
+        order = torch.arange(1, self.mask.shape[1] + 1, device="cpu") * self.mask
         last = order.amax(1)
         first = torch.where(self.mask, order, self.mask.shape[1] + 1).amin(1)
         real = self.mask.sum(1)
@@ -110,20 +124,41 @@ class Step:
         return self.q_len == 1 and self.new is None
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What a cache holds between two forwards.
+
+    ids:     the request of each row.
+    slots:   of every row, padding included.
+    mask:    bool [batch, slots], true for real tokens, or None when all are.
+    lengths: real tokens of each row.
+    """
+
+    ids: tuple[int, ...] = ()
+    slots: int = 0
+    mask: Tensor | None = None
+    lengths: tuple[int, ...] = ()
+
+
 class Rows:
     """Rows of a cache of `layers` layers."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
-        self.slots = 0
-        self._mask: Tensor | None = None
-        self.ids: tuple[int, ...] = ()
+        self.held = Held()
         self._pages: PagedKVCache | None = None
+        #: Whether the pages may have more than `held` says: while something changes, and after it was interrupted.
+        self._changing = False
+
+    @property
+    def slots(self) -> int:
+        """Slots of every row, those of a forward that has not returned excluded."""
+        return self.held.slots
 
     @property
     def batch(self) -> int:
-        """Rows, or 0 before the first step."""
-        return len(self.ids)
+        """Rows, or 0 when the cache is empty."""
+        return len(self.held.ids)
 
     @property
     def pages(self) -> PagedKVCache:
@@ -134,71 +169,97 @@ class Rows:
     # -- the steps ----------------------------------------------------------------------------------------------
 
     def begin(self, batch: int, q_len: int, attention_mask: Tensor | None, config: Any) -> Step:
-        """The step that adds `q_len` slots to each of `batch` rows; nothing is changed before the first layer writes.
+        """The step that adds `q_len` slots to each of `batch` rows; until `end`, the cache holds what it did.
 
         attention_mask: [batch, slots so far + q_len], nonzero for real tokens, or None when all are. Cached tokens
                         that it no longer has are dropped.
         Raises `InvalidArgument` for a batch or a mask that doesn't continue what the cache holds.
         """
-        if self.ids and batch != self.batch:
-            if self.slots:
-                raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
-                              "Start a new cache, or call its batch_repeat_interleave or batch_select_indices.")
-            self.reset()
+        self._settle()
+        held = self.held
+        if not held.slots:
+            mask = self._continued(batch, q_len, attention_mask)
+            return Step(self, config, batch, q_len, 0, mask, (0,) * batch, ())
+        if batch != self.batch:
+            raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
+                          "Start a new cache, or call its batch_repeat_interleave or batch_select_indices.")
         mask = self._continued(batch, q_len, attention_mask)
-        return Step(self, config, batch, q_len, self.slots, mask, self._held(batch))
-
-    def _held(self, batch: int) -> list[int]:
-        if not self.slots:
-            return [0] * batch
-        return [self.pages.length(row) for row in self.ids]
+        ids, lengths = held.ids, held.lengths
+        if mask is not None:
+            ids, lengths = self._without(mask[:, :held.slots])
+        return Step(self, config, batch, q_len, held.slots, mask, lengths, ids)
 
     def _continued(self, batch: int, q_len: int, attention_mask: Tensor | None) -> Tensor | None:
         """The mask over all slots with the new ones, checked against the padding that the cache was filled with."""
+        held = self.held
         if attention_mask is None:
-            if self._mask is not None:
+            if held.mask is not None:
                 raise invalid("attention_mask", "must be given, since rows of the cache have padding", None,
                               "Pass [batch, all tokens so far], 0 for padding.")
             return None
-        total = self.slots + q_len
+        total = held.slots + q_len
         shape = tuple(attention_mask.shape)
         if len(shape) != 2 or shape[0] != batch or shape[1] < total:
             raise invalid("attention_mask", f"must be [{batch}, {total}], the cached tokens included", list(shape),
                           "Extend it by ones for the new tokens, or leave it out when there is no padding.")
+        if attention_mask.device.type != "cpu":
+            raise invalid("attention_mask", "must be on the CPU in this version", attention_mask.device,
+                          "Move it with .to('cpu').")
         mask = attention_mask[:, :total].to(torch.bool)
-        if self._mask is None and bool(mask.all()):
-            return None
-        past = mask[:, :self.slots]
-        if self._mask is not None and bool((past & ~self._mask).any()):
+        if held.mask is None:
+            return None if bool(mask.all()) else mask
+        if bool((mask[:, :held.slots] & ~held.mask).any()):
             raise invalid("attention_mask", "must be 0 where the cache was filled with padding",
                           "1 for some of it", "Start a new cache for another mask.")
-        if not (bool(past.all()) if self._mask is None else torch.equal(past, self._mask)):
-            self._forget(past)
         return mask
 
     def write(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write a layer's new K [batch, KH, q_len, D] and V [batch, KH, q_len, DV]; the last layer ends the step."""
+        """Write a layer's new K [batch, KH, q_len, D] and V [batch, KH, q_len, DV]; each layer once, in order."""
+        if not layer == step.written == step.attended:
+            # Among others by a model that isn't enabled, which found the step that Ctrl-C had left.
+            raise invalid("past_key_values", "must be written by an enabled model, each layer once and in order",
+                          f"layer {layer} after {step.written} of them",
+                          "Call wavefill.integrations.transformers.enable(model) first, and pass this cache to it.")
         if step.slots is None:
             step.slots = self._reserve(step, key, value)
         kernels.append(self.pages.view(layer), _packed(step, key), _packed(step, value), step.slots)
         step.written += 1
-        if step.written == self.layers:
-            self.slots += step.q_len
-            self._mask = step.mask
+
+    def end(self, step: Step, *, returned: bool) -> None:
+        """The forward is over: when it has returned and all layers have written, the cache holds the new tokens."""
+        before = self.held
+        if returned and step.written == self.layers:
+            self.held = Held(step.ids, step.past + step.q_len, step.mask, step.lengths)
+            self._changing = before.ids != step.ids
+        self._settle()
+
+    def _settle(self) -> None:
+        """Give up the pages of what the cache does not hold: of a forward that did not return, or was replaced."""
+        if self._changing and self._pages is not None:
+            self._pages.restore(dict(zip(self.held.ids, self.held.lengths, strict=True)))
+        self._changing = False
 
     def _reserve(self, step: Step, key: Tensor, value: Tensor) -> Tensor:
         """Slots for the step's real tokens, at the first layer, when sizes and dtype are known."""
         if key.device.type != "cpu":
             raise invalid("model", "must be on the CPU in this version", key.device, "Call model.to('cpu').")
-        if self._pages is None:
+        self._changing = True
+        if self._pages is None or (not self.slots and not self._takes(key, value)):
             self._pages = PagedKVCache(
                 0, layers=self.layers, kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3],
                 dtype=key.dtype,
             )
-        if not self.ids:
-            self.ids = tuple(self._pages.add(step.batch))
+        if not step.ids:
+            step.ids = tuple(self._pages.add(step.batch))
         self._make_room(step.held, step.counts)
-        return self._pages.reserve(self.ids, step.counts)
+        return self._pages.reserve(step.ids, step.counts)
+
+    def _takes(self, key: Tensor, value: Tensor) -> bool:
+        """Whether the pages of an empty cache, which another model may have used, are made for such K and V."""
+        pages = self.pages
+        return (pages.kv_heads, pages.head_dim, pages.head_dim_v, pages.dtype) == (
+            key.shape[1], key.shape[3], value.shape[3], key.dtype
+        )
 
     def _make_room(self, held: Sequence[int], counts: Sequence[int]) -> None:
         """Free pages for `counts` more tokens in rows that hold `held`."""
@@ -209,82 +270,91 @@ class Rows:
             used = self.pages.num_pages - self.pages.free_pages
             self.pages.grow(int((used + need) * GROWTH) + 1)
 
-    def rollback(self, step: Step) -> None:
-        """Undo a step whose forward failed on the way, so that the cache is as before it."""
-        if step.slots is not None and step.written < self.layers:
-            for row, held in zip(self.ids, step.held, strict=True):
-                self.pages.truncate(row, held)
+    def _without(self, past: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Requests and lengths of the rows without the tokens that a new mask over the cached slots no longer has:
+        what is left of such a row is packed anew, in pages of its own.
+        """
+        held = self.held
+        before = torch.ones_like(past) if held.mask is None else held.mask
+        ids, lengths = list(held.ids), list(held.lengths)
+        for row in (past != before).any(1).nonzero().flatten().tolist():
+            self._changing = True
+            kept = past[row][before[row]].nonzero().squeeze(1)
+            page, offset = self._places(ids[row], kept)
+            (ids[row],), lengths[row] = self.pages.add(), len(kept)
+            self._make_room([0], [len(kept)])
+            slots = self.pages.reserve(ids[row], [len(kept)])
+            for layer in range(self.layers):
+                pages = self.pages.view(layer)
+                kernels.append(pages, pages.k[page, offset], pages.v[page, offset], slots)
+        return tuple(ids), tuple(lengths)
 
     # -- what generate does to a batch --------------------------------------------------------------------------
 
     def crop(self, count: int) -> None:
         """Drop the last `count` slots of every row (all of them when there are fewer)."""
-        count = min(count, self.slots)
-        if count == 0:
-            return
-        kept = self.slots - count
-        lost = [count] * self.batch if self._mask is None else self._mask[:, kept:].sum(1).tolist()
-        for row, held, drop in zip(self.ids, self._held(self.batch), lost, strict=True):
-            self.pages.truncate(row, held - drop)
-        self.slots = kept
-        if self._mask is not None:
-            mask = self._mask[:, :kept]
-            self._mask = None if bool(mask.all()) else mask
+        self._settle()
+        held = self.held
+        kept = held.slots - count
+        if kept <= 0:
+            self.reset()
+        elif count:
+            lost = [count] * self.batch if held.mask is None else held.mask[:, kept:].sum(1).tolist()
+            lengths = tuple(map(sub, held.lengths, lost))
+            mask = None if held.mask is None or bool(held.mask[:, :kept].all()) else held.mask[:, :kept]
+            self._changing = True
+            self.held = Held(held.ids, kept, mask, lengths)
+            for row, length in zip(held.ids, lengths, strict=True):
+                self.pages.truncate(row, length)
+            self._changing = False
 
-    def gather(self, index: list[int]) -> None:
-        """Make row i a copy of what row index[i] was, for every i: pages are shared, not copied."""
-        if not self.slots:
+    def gather(self, index: Iterable[int], name: str = "index") -> None:
+        """Make row i a copy of what row index[i] was, for every i: pages are shared, not copied. name: for errors."""
+        self._settle()
+        held = self.held
+        if not held.slots:
             return
-        self.ids = tuple(self.pages.reorder(self.ids, index))
-        if self._mask is not None:
-            self._mask = self._mask[torch.tensor(index)]
+        picks = picks_of(name, index, self.batch)
+        seen: set[int] = set()
+        ids: list[int] = []
+        self._changing = True
+        for pick in picks:
+            ids += self.pages.fork(held.ids[pick]) if pick in seen else [held.ids[pick]]
+            seen.add(pick)
+        self.held = replace(
+            held, ids=tuple(ids), lengths=tuple(held.lengths[pick] for pick in picks),
+            mask=None if held.mask is None else held.mask[list(picks)],
+        )
+        self.pages.free([row for row in held.ids if row not in set(ids)])
+        self._changing = False
 
     def reset(self) -> None:
         """Forget every row; the pages stay allocated for the next ones."""
-        if self.ids:
-            self.pages.free(self.ids)
-        self.ids = ()
-        self.slots = 0
-        self._mask = None
+        self._changing = True
+        self.held = Held()
+        self._settle()
 
-    def dense(self, layer: int, slots: int | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def dense(self, layer: int, step: Step | None = None) -> tuple[Tensor, Tensor]:
         """Copies of a layer's K [batch, KH, slots, D] and V [batch, KH, slots, DV], zero at padding.
 
-        slots, mask: what the rows look like with a step in progress; None: as they were after the last one.
+        step: the one in progress, whose tokens are among them; None: as the last forward that returned left them.
         """
-        if slots is None:
-            slots, mask = self.slots, self._mask
+        held = self.held if step is None else Held(step.ids, step.past + step.q_len, step.mask, step.lengths)
+        tokens = torch.arange(max(held.lengths, default=0), device="cpu")
+        places = [self._places(row, tokens[:n]) for row, n in zip(held.ids, held.lengths, strict=True)]
         pages = self.pages.view(layer)
         out: list[Tensor] = []
         for cache in (pages.k, pages.v):
-            full = cache.new_zeros(self.batch, slots, *cache.shape[2:])
-            for row in range(self.batch):
-                full[row, slice(None) if mask is None else mask[row]] = cache.flatten(0, 1)[self._stored(row)]
+            full = cache.new_zeros(len(held.ids), held.slots, *cache.shape[2:])
+            for row, (page, offset) in enumerate(places):
+                full[row, slice(None) if held.mask is None else held.mask[row]] = cache[page, offset]
             out.append(full.transpose(1, 2))
         return out[0], out[1]
 
-    def _stored(self, row: int) -> Tensor:
-        """int64 [tokens], where in the pages, taken as one run, the tokens of a row lie."""
-        size, table = self.pages.page_size, self.pages.block_table(self.ids[row])[0]
-        at = torch.arange(self.pages.length(self.ids[row]))
-        return table[at // size].long() * size + at % size
-
-    def _forget(self, past: Tensor) -> None:
-        """Drop the tokens that a new mask over the cached slots no longer has; what is left is packed anew."""
-        held = torch.ones_like(past) if self._mask is None else self._mask
-        ids = list(self.ids)
-        for row in (past != held).any(1).nonzero().flatten().tolist():
-            kept = self._stored(row)[past[row][held[row]]]
-            (new,) = self.pages.add()
-            self._make_room([0], [len(kept)])
-            slots = self.pages.reserve(new, [len(kept)])
-            for layer in range(self.layers):
-                pages = self.pages.view(layer)
-                kernels.append(pages, pages.k.flatten(0, 1)[kept], pages.v.flatten(0, 1)[kept], slots)
-            self.pages.free(ids[row])
-            ids[row] = new
-            self.ids = tuple(ids)
-        self._mask = past
+    def _places(self, request: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """int64, the pages of a request's tokens, given by their positions, and where in the pages they are."""
+        size = self.pages.page_size
+        return self.pages.block_table(request)[0, tokens // size].long(), tokens % size
 
 
 def _packed(step: Step, x: Tensor) -> Tensor:
