@@ -35,6 +35,7 @@ from tiny import (
 )
 from transformers import DynamicCache, PreTrainedModel
 
+from wavefill import InvalidArgument
 from wavefill.integrations.transformers import WavefillCache, disable, enable, kernels
 from wavefill.integrations.transformers.cache import PagedLayer
 
@@ -177,6 +178,52 @@ def test_a_forward_that_records_gradients_steps_aside_and_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert isinstance(enable(frozen)(plain())[CACHE], WavefillCache)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # newer releases call it activation_checkpointing_enable
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_gradient_checkpointing_is_as_without_wavefill(family: str) -> None:
+    """Up to 5.23 it keeps the cache from the layers in every forward of a model in training mode."""
+    model, reference = fresh(family), fresh(family)
+    batch = padded()
+    batch["attention_mask"][1, 15:] = 0
+    for one in (enable(model), reference):
+        one.gradient_checkpointing_enable()
+        one.train()
+        one(**batch, labels=batch["input_ids"]).loss.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(tokens(model, batch, 5), tokens(reference, batch, 5))
+    with torch.no_grad(), pytest.raises(InvalidArgument, match=r"past_key_values: .*checkpointing.*model\.eval\(\)"):
+        model(plain(), **{CACHE: WavefillCache(model)})
+    assert torch.equal(greedy(model.eval()), expected(("short",), family, greedy))
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model: PreTrainedModel, **arguments: Any) -> None:
+        super().__init__()
+        self.model, self.arguments = model, arguments
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(ids, **self.arguments).logits
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of what a trace leaves out, and that it is deprecated
+@pytest.mark.parametrize("way", ["trace", "export"])
+def test_a_traced_or_exported_model_is_the_one_without_wavefill(way: str) -> None:
+    def made(module: torch.nn.Module) -> Any:
+        if way == "trace":
+            return torch.jit.trace(module, plain(9), check_trace=False)
+        return torch.export.export(module, (plain(9),), strict=False).module()
+
+    model = enable(fresh("llama"))
+    ids = plain(9).flip(1)
+    with torch.no_grad():
+        assert torch.equal(made(Logits(model))(ids), made(Logits(stock("llama")))(ids))
+        with pytest.raises(InvalidArgument, match=r"past_key_values: can't be a wavefill cache.*traced or exported"):
+            made(Logits(model, **{CACHE: WavefillCache(model)}))
+    assert torch.equal(greedy(model), expected(("short",), "llama", greedy))
 
 
 def test_copies_and_pickles_of_an_enabled_model_are_enabled() -> None:

@@ -49,8 +49,7 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         use_cache = kwargs.get("use_cache")
         if not (config.use_cache if use_cache is None else use_cache):
             return None
-    if _records_gradients(decoder, kwargs):
-        _step_aside(decoder, held)
+    if _steps_aside(decoder, kwargs, held):
         return None
     name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
     inputs = kwargs.get(name)
@@ -88,21 +87,34 @@ def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None
         step.rows.end(step, returned=output is not None)
 
 
-def _records_gradients(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    if not torch.is_grad_enabled():
+def _steps_aside(decoder: PreTrainedModel, kwargs: dict[str, Any], held: object) -> bool:
+    """Whether this forward runs as if the model were not enabled: wavefill has no backward, and is no part of a graph.
+
+    Raises `InvalidArgument` when such a forward comes with a wavefill cache.
+    """
+    gradients = _records_gradients(decoder, kwargs)
+    if gradients:
+        when, then = "while gradients are recorded", "Wrap the call in torch.no_grad() or torch.inference_mode()."
+    elif decoder.training and getattr(decoder, "gradient_checkpointing", False):
+        # Up to 5.23 the layers are kept from the cache then, whether gradients are recorded or not.
+        when, then = "in training with gradient checkpointing", "Call model.eval() first."
+    elif torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        when, then = "while the model is traced or exported", "Trace it without a cache, or with a DynamicCache."
+    else:
         return False
-    embeds = kwargs.get("inputs_embeds")
-    return (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters())
-
-
-def _step_aside(decoder: PreTrainedModel, held: object) -> None:
-    """A forward that records gradients runs as if the model were not enabled; decoding has no backward."""
     if rows_of(held) is not None:
-        raise invalid("past_key_values", "can't be a wavefill cache while gradients are recorded", "grad mode on",
-                      "Wrap the call in torch.no_grad() or torch.inference_mode().")
-    if not decoder.training:
+        raise invalid("past_key_values", f"can't be a wavefill cache {when}", "one", then)
+    if gradients and not decoder.training:
         warnings.warn(
             "This forward records gradients, so it runs with PyTorch's attention and its cache is not wavefill's. "
             "Wrap it in torch.no_grad() to decode through wavefill.",
             stacklevel=2,
         )
+    return True
+
+
+def _records_gradients(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    embeds = kwargs.get("inputs_embeds")
+    return (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters())
