@@ -98,7 +98,7 @@ def _steps_aside(decoder: PreTrainedModel, kwargs: dict[str, Any], held: object)
     elif decoder.training and getattr(decoder, "gradient_checkpointing", False):
         # Up to 5.23 the layers are kept from the cache then, whether gradients are recorded or not.
         when, then = "in training with gradient checkpointing", "Call model.eval() first."
-    elif torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+    elif torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined,no-untyped-call]
         when, then = "while the model is traced or exported", "Trace it without a cache, or with a DynamicCache."
     else:
         return False
