@@ -22,8 +22,8 @@ from tiny import (
 )
 from transformers import DynamicCache, StaticCache
 
-from wavefill import InvalidArgument, InvalidType, UnsupportedModel
-from wavefill.integrations.transformers import enable
+from wavefill import InvalidArgument, InvalidType, UnsupportedModel, WavefillError
+from wavefill.integrations.transformers import WavefillCache, enable
 from wavefill.integrations.transformers.cache import adopt
 
 pytestmark = pytest.mark.transformers
@@ -90,6 +90,41 @@ def test_layers_that_are_not_numbered_in_order_are_refused(kept: tuple[int, ...]
     if len(set(kept)) == len(kept):
         want = tokens(model, plain(), 6)
         assert torch.equal(tokens(enable(model), plain(), 6), want)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_attention_that_goes_past_wavefill_is_refused(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward patched onto a layer gets the new tokens alone from the cache, so it must not go unnoticed."""
+    model = enable(fresh("llama"))
+    attention = model.model.layers[layer].self_attn
+
+    def patched(hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, None]:
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        key, value = (project(hidden_states).view(shape).transpose(1, 2)
+                      for project in (attention.k_proj, attention.v_proj))
+        key, value = arguments[CACHE].update(key, value, attention.layer_idx)
+        return torch.zeros_like(hidden_states), None
+
+    monkeypatch.setattr(attention, "forward", patched)
+    refused = r"disable\(model\)" if layer == 2 else r"each layer once and in order"
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(WavefillError, match=refused):
+            tokens(model, plain(), 2)
+    monkeypatch.undo()
+    assert torch.equal(tokens(model, plain(), 6), tokens(stock("llama"), plain(), 6))
+
+
+def test_layers_dropped_since_enable_are_noticed() -> None:
+    model = enable(fresh("llama"))
+    layers, model.model.layers = model.model.layers, model.model.layers[:2]
+    cache = WavefillCache(model)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(UnsupportedModel, match=r"all its 3 layers .* got 2 .*Undo .*disable\("):
+            model(plain(), **{CACHE: cache})
+        assert cache.get_seq_length() == 0
+    model.model.layers = layers
+    with torch.no_grad():
+        assert torch.equal(model(plain(), **{CACHE: cache}).logits, stock("llama")(plain()).logits)
 
 
 def test_models_outside_of_the_cpu_or_the_dtypes_are_refused() -> None:

@@ -21,7 +21,7 @@ from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.cache import WavefillCache, adopt, rows_of
 from wavefill.integrations.transformers.current import get_step, set_step, untraced
 from wavefill.integrations.transformers.names import previous_of
-from wavefill.spec import invalid
+from wavefill.spec import UnsupportedModel, invalid
 
 #: The cache's argument: its name up to 5.23, and from 5.24 on (where the old one stays valid).
 CACHE_NAMES = ("past_key_values", "cache")
@@ -84,7 +84,15 @@ def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None
     step = get_step()
     if step is not None and step.config is decoder.config:
         set_step(None)
-        step.rows.end(step, returned=output is not None)
+        layers, returned = step.rows.layers, output is not None
+        whole = step.written == step.attended == layers
+        step.rows.end(step, returned=returned and whole)
+        if returned and not whole:
+            raise UnsupportedModel(
+                f"model: all its {layers} layers must attend through wavefill; got {step.attended} in this forward. "
+                "Undo what was changed since enable(model) (layers dropped, an attention patched), or call "
+                "disable(model)."
+            )
 
 
 def _steps_aside(decoder: PreTrainedModel, kwargs: dict[str, Any], held: object) -> bool:
