@@ -186,6 +186,21 @@ def test_a_token_that_a_later_mask_leaves_out_is_forgotten(family: str) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize("change", ["batch_select_indices", "reorder_cache", "crop"])
+def test_rows_that_have_no_padding_left_need_no_mask(change: str) -> None:
+    batch, logits = padded(3, 19, (5, 0, 0)), []
+    batch["attention_mask"][0, :5] = 1
+    batch["attention_mask"][0, 16:] = 0
+    argument = {"batch_select_indices": torch.tensor([1, 2]), "reorder_cache": torch.tensor([1, 2, 1]), "crop": -3}
+    for model in (enabled("llama"), stock("llama")):
+        with torch.inference_mode():
+            cache = model(**batch, use_cache=True)[CACHE]
+            getattr(cache, change)(argument[change])
+            rows = 2 if change == "batch_select_indices" else 3
+            logits.append(model(plain(4, rows), use_cache=True, **{CACHE: cache}).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=3e-5, atol=3e-5)
+
+
 def test_masks_that_do_not_continue_the_cache_are_refused() -> None:
     model, batch = enabled("llama"), padded()
     ids, mask = batch["input_ids"], batch["attention_mask"]

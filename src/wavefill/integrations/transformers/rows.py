@@ -207,7 +207,7 @@ class Rows:
                           "Move it with .to('cpu').")
         mask = attention_mask[:, :total].to(torch.bool)
         if held.mask is None:
-            return None if bool(mask.all()) else mask
+            return _padding(mask)
         if bool((mask[:, :held.slots] & ~held.mask).any()):
             raise invalid("attention_mask", "must be 0 where the cache was filled with padding",
                           "1 for some of it", "Start a new cache for another mask.")
@@ -301,7 +301,7 @@ class Rows:
         elif count:
             lost = [count] * self.batch if held.mask is None else held.mask[:, kept:].sum(1).tolist()
             lengths = tuple(map(sub, held.lengths, lost))
-            mask = None if held.mask is None or bool(held.mask[:, :kept].all()) else held.mask[:, :kept]
+            mask = None if held.mask is None else _padding(held.mask[:, :kept])
             self._changing = True
             self.held = Held(held.ids, kept, mask, lengths)
             for row, length in zip(held.ids, lengths, strict=True):
@@ -323,7 +323,7 @@ class Rows:
             seen.add(pick)
         self.held = replace(
             held, ids=tuple(ids), lengths=tuple(held.lengths[pick] for pick in picks),
-            mask=None if held.mask is None else held.mask[list(picks)],
+            mask=None if held.mask is None else _padding(held.mask[list(picks)]),
         )
         self.pages.free([row for row in held.ids if row not in set(ids)])
         self._changing = False
@@ -355,6 +355,11 @@ class Rows:
         """int64, the pages of a request's tokens, given by their positions, and where in the pages they are."""
         size = self.pages.page_size
         return self.pages.block_table(request)[0, tokens // size].long(), tokens % size
+
+
+def _padding(mask: Tensor) -> Tensor | None:
+    """The mask, or None when all tokens are real: rows without padding need none from the caller either."""
+    return None if bool(mask.all()) else mask
 
 
 def _packed(step: Step, x: Tensor) -> Tensor:
