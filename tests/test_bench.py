@@ -257,6 +257,8 @@ def test_a_wrong_result_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> No
 def test_bench_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "CALLS", 2)
     monkeypatch.setattr(overhead, "REPEATS", 2)
+    monkeypatch.setattr(overhead, "REQUESTS", 100)
+    monkeypatch.setattr(overhead, "LONG_REPEATS", 1)
     result = runner.invoke(cli.app, ["bench", "overhead", "--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["results"]

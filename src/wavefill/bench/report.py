@@ -65,8 +65,7 @@ def kernel_notes(results: Sequence[RowResult]) -> list[str]:
 
 
 def overhead_table(results: Sequence[Overhead]) -> tuple[list[str], Cells]:
-    return ["call", "median", "best"], [[r.name, f"{r.median * 1e6:.1f} us", f"{min(r.seconds) * 1e6:.1f} us"]
-                                        for r in results]
+    return ["call", "median", "best"], [[r.name, duration(r.median), duration(min(r.seconds))] for r in results]
 
 
 def generate_table(run: dict[str, Any]) -> tuple[list[str], Cells]:
