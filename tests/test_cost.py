@@ -26,6 +26,16 @@ def test_bytes_of_plain_decode():
     assert moved.least == moved.kv + moved.query + moved.output
 
 
+def test_a_latent_cache_is_read_once():
+    """MLA as DeepSeek has it: 512 of the 576 columns of K are V."""
+    shape = {"HQ": 128, "KH": 1, "D": 576, "DV": 512}
+    apart, shared = (cost.traffic(*problem([100], latent=latent, **shape)) for latent in (False, True))
+    assert (apart.kv, shared.kv) == (100 * (576 + 512) * 2, 100 * 576 * 2)
+    assert (apart.query, apart.output) == (shared.query, shared.output)
+    with pytest.raises(InvalidArgument, match=r"DV: must be at most D \(512\) in a latent cache.*; got 576"):
+        problem([100], latent=True, **shape | {"D": 512, "DV": 576})
+
+
 def test_partial_states_are_written_and_read_once():
     # 2 heads x 7 tiles in 3 splits each: 6 states of 4 query heads, 8 outputs and a log-sum-exp, float32.
     spec, rows, table = problem([100], schedule=Fixed(splits=3))
@@ -67,7 +77,7 @@ def test_floor_is_the_read_floor_of_the_suite():
     assert cost.floor_us(cost.traffic(spec, rows, table).kv, 4.575e12) == pytest.approx(58.67, abs=0.01)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-320])
 def test_a_bandwidth_must_be_positive(value):
-    with pytest.raises(InvalidArgument, match="read_bandwidth: must be above 0"):
+    with pytest.raises(InvalidArgument, match="read_bandwidth: must be at least 1, and finite"):
         cost.floor_us(1, value)

@@ -31,6 +31,8 @@ def test_every_issue_gpu_is_there_with_a_source():
     names = {gpu.name for gpu in hardware.GPUS}
     assert names == {"A100", "H100", "H200", "B200", "GB200", "GB300", "MI250X", "MI300X", "L40S", "RTX 4090"}
     assert all(gpu.source for gpu in hardware.GPUS)
+    assert {gpu.name for gpu in hardware.GPUS if "SMs" in gpu.source and "driver reports" in gpu.source} == {
+        "B200", "GB200", "GB300"}
 
 
 @pytest.mark.parametrize("gpu", hardware.GPUS, ids=lambda gpu: gpu.name)

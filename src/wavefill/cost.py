@@ -6,6 +6,7 @@ the read bandwidth. Pure arithmetic; a schedule adds only the partial states tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,6 @@ def flops(spec: AttentionSpec, rows: Rows) -> int:
 
 def floor_us(nbytes: int, read_bandwidth: float) -> float:
     """Microseconds to move `nbytes` at `read_bandwidth` bytes/s. A launch adds a few on a GPU."""
-    if not read_bandwidth > 0:
-        raise invalid("read_bandwidth", "must be above 0", read_bandwidth, "Give bytes per second.")
+    if not 1 <= read_bandwidth < math.inf:
+        raise invalid("read_bandwidth", "must be at least 1, and finite", read_bandwidth, "Give bytes per second.")
     return nbytes / read_bandwidth * 1e6

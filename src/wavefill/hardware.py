@@ -1,6 +1,6 @@
 """Facts of the GPUs and of this CPU that schedules and cost estimates need.
 
-Every figure comes from the vendor's data sheet or documentation unless the record's `note` says otherwise;
+Every figure comes from the vendor's data sheet or documentation unless the record's `source` says otherwise;
 `measured_read` is what a kernel that only reads has reached. TFLOP/s are dense (without sparsity), with fp32
 accumulation.
 """
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from wavefill.spec import invalid, invalid_type
+from wavefill.spec import AttentionSpec, invalid, invalid_type
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 #: Tokens of a tile of the CPU backend: K and V of one head (D 128, bf16) are 16 KiB, so that a tile and the one that
 #: streams in behind it share the first-level cache. 64 was as fast where compute binds and slower where memory does.
 CPU_TILE = 32
+#: The largest head size that the CPU backend has kernels for.
+CPU_MAX_HEAD_DIM = 576
 #: Tokens of a tile and CTAs on each SM where the caller gives none. Measured on an H200: a split-KV decode kernel of
 #: one or two warps came closest to the read floor with 32 tokens and two CTAs an SM.
 GPU_TILE = 32
@@ -116,17 +118,17 @@ GPUS = (
     Gpu("B200", sms=148, bandwidth=8.0e12, memory=180 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
         bf16_flops=2250e12, fp8_flops=4500e12,
         source="NVIDIA DGX B200 data sheet, an eighth of it (180 GB, 64 TB/s; 72 PFLOP/s fp8 are with sparsity); "
-               "NVIDIA Blackwell tuning guide",
-        note="SMs and L2 as the driver reports them (148; 126.5 MiB). The HGX data sheet and the memory clock say "
-             "7.7 TB/s."),
+               "NVIDIA Blackwell tuning guide; SMs and L2 (126.5 MiB) are driver reports",
+        note="The HGX data sheet and the memory clock say 7.7 TB/s."),
     Gpu("GB200", sms=152, bandwidth=8.0e12, memory=186 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
         bf16_flops=2500e12, fp8_flops=5000e12,
-        source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; NVIDIA Blackwell tuning guide",
-        note="SMs as the driver reports them."),
+        source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; NVIDIA Blackwell tuning guide; SMs are driver "
+               "reports"),
     Gpu("GB300", sms=152, bandwidth=8.0e12, memory=279 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
         bf16_flops=2500e12, fp8_flops=5000e12,
-        source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s); NVIDIA Blackwell tuning guide",
-        note="SMs as the driver reports them; the full chip has 160."),
+        source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s); NVIDIA Blackwell tuning guide; "
+               "SMs are driver reports",
+        note="The full chip has 160 SMs."),
     Gpu("MI250X", sms=110, bandwidth=1.6384e12, memory=64 * _GIB, l2=8 * _MIB, shared_memory=64 * _KIB,
         bf16_flops=191.5e12, fp8_flops=None,
         source="AMD Instinct MI250X data sheet, halved; ROCm GPU specifications (L2, LDS)",
@@ -176,6 +178,14 @@ def this_cpu() -> Cpu:
     """What this process runs on. Cores are counted anew at each call, since an affinity mask may change."""
     model, isa = _cpu_identity()
     return Cpu("cpu", _available_cores(), model, isa)
+
+
+def cpu_gap(spec: AttentionSpec) -> str | None:
+    """Why the CPU backend has no kernel for `spec`, or None where it has; known without loading it."""
+    for name, value in (("D", spec.D), ("DV", spec.DV)):
+        if value > CPU_MAX_HEAD_DIM:
+            return f"{name} is {value}; the CPU backend takes head sizes up to {CPU_MAX_HEAD_DIM}"
+    return None
 
 
 def _available_cores() -> int:

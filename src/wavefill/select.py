@@ -17,6 +17,7 @@ from wavefill.schedule import (
     FIXED_CHUNK,
     FIXED_SPLITS,
     INVARIANT,
+    MAX_WORKERS,
     Plan,
     Rows,
     Table,
@@ -24,7 +25,21 @@ from wavefill.schedule import (
     make_table,
     row_ranges,
 )
-from wavefill.spec import AttentionSpec, Fixed, Invariant, Schedule, ScheduleArg, StreamK, invalid, parse_schedule
+from wavefill.spec import (
+    MAX_TILE,
+    AttentionSpec,
+    BackendUnavailable,
+    Fixed,
+    Invariant,
+    Schedule,
+    ScheduleArg,
+    StreamK,
+    complaint,
+    invalid,
+    number,
+    parse_schedule,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,15 +197,15 @@ class Choice:
             "runner_up": self.runner_up.to_dict(),
             "considered": [o.to_dict() for o in (self.option, *self.considered)],
             "shape": {"HQ": spec.HQ, "KH": spec.KH, "D": spec.D, "DV": spec.DV, "dtype": spec.dtype,
-                      "page_size": spec.page_size, "window": spec.window, "rows": len(self.rows),
+                      "page_size": spec.page_size, "window": spec.window, "latent": spec.latent, "rows": len(self.rows),
                       "keys": int((self.rows.stop - self.rows.start).sum())},
         }
 
 
 def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = None, dtype: str = "bfloat16",
             page_size: int | None = 16, q_lens: ArrayLike | None = None, window: int | None = None,
-            schedule: ScheduleArg = "auto", device: str = "cpu", workers: int | None = None, tile: int | None = None,
-            read_bandwidth: float | None = None) -> Choice:
+            latent: bool = False, schedule: ScheduleArg = "auto", device: str = "cpu", workers: int | None = None,
+            tile: int | None = None, read_bandwidth: float | None = None) -> Choice:
     """The schedule of a decode-attention call, with its tiles, waves, bytes, floor time and reason.
 
     seq_lens:       [B] keys of each request, this step's included.
@@ -199,21 +214,26 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     page_size:      tokens of a page, None for a contiguous cache. No schedule depends on it.
     q_lens:         [B] query tokens of each request, 1 each if None; causal.
     window:         keys a query sees, itself included; None is all.
+    latent:         V is the first DV columns of K (MLA), and is not read a second time.
     schedule:       "auto", or one that is to be described beside what auto considers.
     device:         "cpu" for the processor here, or a GPU of `wavefill.hardware.GPUS`.
     workers, tile:  the device's own if None: the cores of this process and 64 tokens, or 2 CTAs an SM and 32 tokens.
     read_bandwidth: bytes/s for the floor time, for example what `wavefill bench` measured; the table's if None.
 
-    Raises InvalidArgument or InvalidType for a value that no call could have.
+    Raises InvalidArgument or InvalidType for a value that no call could have, and BackendUnavailable for a shape that
+    the CPU backend has no kernel for where `device` is "cpu".
     """
     target = hardware.lookup(device)
-    spec = AttentionSpec(HQ, KH, D, D if DV is None else DV, dtype, page_size, window)
+    spec = AttentionSpec(HQ, KH, D, D if DV is None else DV, dtype, page_size, window, latent=latent)
+    if isinstance(target, hardware.Cpu) and (gap := hardware.cpu_gap(spec)):
+        raise BackendUnavailable(complaint("device", "the CPU backend cannot serve this call", gap,
+                                           "Name a GPU to see which schedule it would take."))
     rows = row_ranges(seq_lens, q_lens, window=window, q_block=max(QUERY_ROWS // spec.G, 1))
     if len(rows):
         spec = replace(spec, q_len=int(rows.q_end.max()))
     asked = parse_schedule(schedule)
     tile = _tile(asked, tile, target)
-    workers = target.workers if workers is None else workers
+    workers = target.workers if workers is None else whole("workers", workers, most=MAX_WORKERS)
 
     options = _options(spec, rows, workers, tile, target)
     chosen = _best(options, target) if asked == "auto" else _option(asked, spec, rows, workers, tile, target)
@@ -306,6 +326,8 @@ def _tiles(n: int) -> str:
 
 def _tile(asked: Schedule | str, tile: int | None, device: hardware.Device) -> int:
     own = asked.tile if isinstance(asked, StreamK) else None
+    if tile is not None:
+        tile = whole("tile", tile, most=MAX_TILE)
     if own is not None and tile is not None and own != tile:
         raise invalid("tile", f"must equal the schedule's own ({own}) where both are given", tile, "Give one of them.")
     return tile if tile is not None else own or device.tile
@@ -313,6 +335,7 @@ def _tile(asked: Schedule | str, tile: int | None, device: hardware.Device) -> i
 
 def _bandwidth(device: hardware.Device, given: float | None) -> tuple[float | None, str]:
     if given is not None:
+        given = number("read_bandwidth", given)
         return given, f"at {given / 1e9:,.1f} GB/s, as given"
     if isinstance(device, hardware.Cpu):
         return None, "the read bandwidth of this processor is not known here; `wavefill bench` measures it"

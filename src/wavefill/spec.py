@@ -94,7 +94,7 @@ def number(param: str, value: object) -> float:
     except OverflowError:  # an int or a fraction past every float
         result = math.inf
     if not abs(result) <= MAX_FLOAT32:
-        raise invalid(param, "must be finite in float32, in which kernels compute", result,
+        raise invalid(param, "must be finite in float32", result,
                       "Give a number between -3.4e38 and 3.4e38.")
     return result
 

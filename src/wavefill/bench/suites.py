@@ -57,6 +57,9 @@ class Suite:
             return tuple(row for row in self.rows if row.cpu)
         chosen: dict[str, Row] = {}
         for name in names:
+            if not name:
+                raise invalid("rows", "must be names with commas between", "an empty name",
+                              "Leave the option out for the rows of a CPU.")
             exact = [row for row in self.rows if row.name == name]
             found = exact or [row for row in self.rows if row.name.startswith(name)]
             if not found:

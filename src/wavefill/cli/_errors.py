@@ -6,9 +6,11 @@ wavefill itself (WAVEFILL_DEBUG=1 then shows the traceback).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -57,7 +59,7 @@ def user_message(error: Exception) -> str | None:
         return f"this command needs {module}, which is not installed. Run: pip install 'wavefill[{_EXTRAS[module]}]'"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
         return "not enough memory for this request. Try a shorter context or a smaller row."
     return None
 
@@ -72,8 +74,19 @@ class Commands(TyperGroup):
 
 def run(app: typer.Typer) -> None:
     """Run the command line; Ctrl-C while modules are still loading counts as well."""
+    _expect_little_of_the_terminal()
     try:
         app()
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+
+
+def _expect_little_of_the_terminal() -> None:
+    """A character that the output's encoding lacks must not stop a command, nor a width of 0, which means unknown."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name, "").strip("0 ") == "":
+            os.environ.pop(name, None)

@@ -7,8 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+#: `--threads` of the commands that measure. Past the limit starting them would end the process, not a sentence.
+Threads = Annotated[int | None, typer.Option(
+    min=1, max=1024, help="Threads for everything; torch's own number if not given.")]
 #: Called with a description and the share done, 0 to 1.
 Report = Callable[[str, float], None]
 

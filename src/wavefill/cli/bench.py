@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavefill.cli._output import print_json, progress, save_json
+from wavefill.cli._output import Threads, print_json, progress, save_json
 from wavefill.spec import invalid
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ app = typer.Typer(help="Measure kernels (the default) and calls on this machine.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[Path | None, typer.Option(
     help="Write the results to this file: Markdown if it ends in .md, else JSON.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads for everything; torch's own number if not given.")]
 
 
 @app.callback()
@@ -39,7 +38,7 @@ def kernels(
     order: Annotated[str, typer.Option(
         help="HND: the tokens of a KV head side by side, as in PagedKVCache; NHD: the heads of a token.")] = "HND",
     page_size: Annotated[int | None, typer.Option(
-        min=1, help="Tokens of a page; the suite's own if not given.")] = None,
+        min=1, max=1 << 16, help="Tokens of a page; the suite's own if not given.")] = None,
     schedules: Annotated[str, typer.Option(
         help="auto, stream_k, fixed, invariant, with commas between, or all; the first is the main column.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Run torch sdpa and flex_attention too.")] = True,
@@ -71,7 +70,7 @@ def kernels(
 
 @app.command()
 def overhead(threads: Threads = None, output: Output = None, json: Json = False) -> None:
-    """Measure the host cost of decode_attention on inputs too small to take time themselves."""
+    """Measure the host cost of calls on inputs too small to take time themselves, of large tables and of the import."""
     from wavefill.bench import overhead as measure
     from wavefill.bench import report
 

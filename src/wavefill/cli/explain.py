@@ -12,7 +12,7 @@ import typer
 
 from wavefill import cost, hardware
 from wavefill.cli._output import print_json
-from wavefill.spec import Fixed, Invariant, Schedule, StreamK, invalid, parse_schedule
+from wavefill.spec import Fixed, Invariant, Schedule, StreamK, invalid, parse_schedule, whole
 
 if TYPE_CHECKING:
     from wavefill.reference import Emulation
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 EMULATE_TILES = 50_000
 #: Most bytes of float32 keys and values that `--emulate` makes up.
 EMULATE_BYTES = 2 << 30
+#: Most requests that --lens and --batch may count.
+MAX_REQUESTS = 1 << 20
 
 
 def explain(
@@ -36,6 +38,8 @@ def explain(
     dtype: Annotated[str, typer.Option(help="Of the KV cache: bfloat16, float16 or float32.")] = "bfloat16",
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     window: Annotated[int | None, typer.Option(help="Keys a query sees; all if not given.")] = None,
+    latent: Annotated[bool, typer.Option(
+        "--latent", help="V is the first --dv columns of K, as in MLA, and is not read a second time.")] = False,
     schedule: Annotated[str, typer.Option(
         help="auto, stream_k, fixed or invariant; with a number: fixed:splits=8, fixed:chunk=512, "
              "fixed:flashdecoding, invariant:chunk=4096.")] = "auto",
@@ -61,7 +65,7 @@ def explain(
     seq_lens = _lengths(lens, batch, context)
     choice = choose(
         seq_lens, HQ=hq, KH=kh, D=d, DV=dv, dtype=dtype, page_size=page_size, window=window,
-        schedule=_schedule(schedule), device=device, workers=workers, tile=tile,
+        latent=latent, schedule=_schedule(schedule), device=device, workers=workers, tile=tile,
         read_bandwidth=None if read_gbs is None else read_gbs * 1e9,
     )
     replay = _emulate(choice, seq_lens, quiet=json) if emulate else None
@@ -83,16 +87,18 @@ def _lengths(lens: str | None, batch: int, context: int | None) -> list[int]:
         raise invalid("--lens", "is needed, or --context with --batch, and not both",
                       "neither" if lens is None else "both", "For example --lens 131072,65536,14x4096.")
     if context is not None:
-        if batch < 0:
-            raise invalid("--batch", "must not be negative", batch, "Give the number of requests.")
-        return [context] * batch
+        return [context] * whole("--batch", batch, 0, MAX_REQUESTS)
     seq_lens: list[int] = []
     for part in (lens or "").split(","):
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+)", part.strip())
+        match = re.fullmatch(r"(?:(\d{1,18})x)?(\d{1,18})", part.strip())
         if match is None:
-            raise invalid("--lens", "must be lengths or COUNTxLENGTH with commas between", repr(part),
+            raise invalid("--lens", "must be lengths or COUNTxLENGTH with commas between", repr(part[:40]),
                           "For example 131072,65536,14x4096.")
-        seq_lens += [int(match[2])] * int(match[1] or 1)
+        count = int(match[1] or 1)
+        if len(seq_lens) + count > MAX_REQUESTS:
+            raise invalid("--lens", f"may count at most {MAX_REQUESTS:,} requests", f"{len(seq_lens) + count:,}",
+                          "Give fewer.")
+        seq_lens += [int(match[2])] * count
     return seq_lens
 
 
@@ -109,9 +115,9 @@ def _schedule(text: str) -> Schedule | str:
         ("stream_k", "tile"): StreamK,
     }
     kind = kinds.get((name, field))
-    if kind is None or not number.isdecimal():
+    if kind is None or not number.isdecimal() or len(number) > 19:
         raise invalid("--schedule", "takes fixed:splits=N, fixed:chunk=N, fixed:flashdecoding, invariant:chunk=N or "
-                      "stream_k:tile=N beside the plain names", repr(text), "Use one of these.")
+                      "stream_k:tile=N beside the plain names", repr(text[:60]), "Use one of these.")
     made: Schedule = kind(**{field: int(number)})
     return made
 
@@ -128,9 +134,11 @@ def _write_files(choice: Choice, html: Path | None, png: Path | None) -> None:
 
 
 def _emulate(choice: Choice, seq_lens: list[int], *, quiet: bool) -> Emulation:
-    spec, page = choice.spec, choice.spec.page_size or 16
-    nbytes = sum(-(-n // page) for n in seq_lens) * page * spec.KH * (spec.D + spec.DV) * 4
-    for got, most, unit in ((choice.tiles, EMULATE_TILES, "tiles"), (nbytes, EMULATE_BYTES, "bytes of KV")):
+    spec = choice.spec
+    page = min(spec.page_size or 16, max([1, *seq_lens]))  # a page past every request's end holds no more
+    pages = [-(-n // page) for n in seq_lens]
+    nbytes = (sum(pages) * page * spec.KH + len(seq_lens) * spec.HQ) * (spec.D + spec.DV) * 4
+    for got, most, unit in ((choice.tiles, EMULATE_TILES, "tiles"), (nbytes, EMULATE_BYTES, "bytes of KV and queries")):
         if got > most:
             raise invalid("--emulate", f"replays at most {most:,} {unit}", f"{got:,}",
                           "Give shorter --lens or fewer --kh; a larger --tile also makes fewer tiles.")
@@ -139,7 +147,6 @@ def _emulate(choice: Choice, seq_lens: list[int], *, quiet: bool) -> Emulation:
 
     from wavefill import reference
 
-    pages = [-(-n // page) for n in seq_lens]
     generator = torch.Generator().manual_seed(0)
     table = torch.zeros(len(seq_lens), max([1, *pages]), dtype=torch.int32)
     order = torch.randperm(sum(pages), generator=generator, dtype=torch.int32)
@@ -152,9 +159,10 @@ def _emulate(choice: Choice, seq_lens: list[int], *, quiet: bool) -> Emulation:
         return reference.emulate(
             torch.randn(len(seq_lens), spec.HQ, spec.D, generator=generator),
             torch.randn(taken, page, spec.KH, spec.D, generator=generator),
-            torch.randn(taken, page, spec.KH, spec.DV, generator=generator),
+            None if spec.latent else torch.randn(taken, page, spec.KH, spec.DV, generator=generator),
             torch.tensor(seq_lens, dtype=torch.int32), table,
             schedule=choice.schedule, workers=choice.workers, tile=choice.tile, window=spec.window,
+            scale=spec.D**-0.5, head_dim_v=spec.DV,
         )
 
 
@@ -193,7 +201,7 @@ def _print(choice: Choice, timeline: bool) -> None:
         from wavefill.timeline import to_text
 
         console.print()
-        console.print(to_text(choice, width=console.width))
+        console.print(to_text(choice, width=console.width, ascii_only=console.options.ascii_only))
 
 
 def _size(nbytes: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavefill.cli._output import print_json, progress, save_json
+from wavefill.cli._output import Threads, print_json, progress, save_json
 from wavefill.spec import invalid
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help=f"Of weights and KV: {', '.join(_DTYPES)}.")] = "float32",
     chat: Annotated[bool, typer.Option(
         "--chat/--raw", help="Lay the model's chat form around a prompt of your own, or not.")] = True,
-    threads: Annotated[int | None, typer.Option(
-        min=1, help="Threads for everything; torch's own number if not given.")] = None,
+    threads: Threads = None,
     output: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of text.")] = False,
 ) -> None:
@@ -107,6 +106,9 @@ def _tokens(folder: Path, text: str | None, context: int | None, new_tokens: int
     config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     room = config.max_position_embeddings - new_tokens
+    if room < 1:
+        raise invalid("--max-new-tokens", "must leave room for a prompt within the model's "
+                      f"{config.max_position_embeddings:,} positions", new_tokens, "Ask for fewer.")
     return tokenizer, prompts.build(tokenizer, text, context, chat=chat, room=room)
 
 

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from wavefill.select import Choice
 
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
-_IDLE = "░"
+_IDLE, _EDGE = "░", "│"
+_ASCII = str.maketrans(_IDLE + _EDGE, ".|")
 _RUNS = 8  # lines of a legend
 
 
-def to_text(choice: Choice, *, width: int = 100, max_lanes: int = 12) -> Text:
-    """The timelines of `choice` in lines of at most `width` characters."""
+def to_text(choice: Choice, *, width: int = 100, max_lanes: int = 12, ascii_only: bool = False) -> Text:
+    """The timelines of `choice` in lines of at most `width` characters, which ASCII has if `ascii_only`."""
     label = len(str(choice.workers - 1)) + 3
     columns = max(width - label - 2, 10)
     drawn = picture(choice, max_lanes=max_lanes, columns=columns)
@@ -27,7 +28,7 @@ def to_text(choice: Choice, *, width: int = 100, max_lanes: int = 12) -> Text:
     for panel in drawn.panels:
         text.append(panel.title + "\n", style="bold")
         for lane in panel.lanes:
-            text.append(f"{lane.worker:>{label - 2}} │", style="dim")
+            text.append(f"{lane.worker:>{label - 2}} {_EDGE}", style="dim")
             _lane(text, drawn, panel, lane, columns)
             text.append("\n")
         skipped = panel.timeline.table.workers - len(panel.lanes)
@@ -36,6 +37,8 @@ def to_text(choice: Choice, *, width: int = 100, max_lanes: int = 12) -> Text:
                         "evenly spaced\n", style="dim")
         text.append("\n")
     _legend(text, drawn)
+    if ascii_only:
+        text.plain = text.plain.translate(_ASCII)  # one character for each, so that styles stay where they are
     return text
 
 
@@ -53,7 +56,7 @@ def _lane(text: Text, drawn: Picture, panel: Panel, lane: Lane, columns: int) ->
             at = end
     text.append(_IDLE * (width - at), style="bright_black")
     if width:
-        text.append("│", style="dim")
+        text.append(_EDGE, style="dim")
 
 
 def _legend(text: Text, drawn: Picture) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wavefill.hardware import CPU_TILE
+from wavefill.hardware import CPU_MAX_HEAD_DIM, CPU_TILE, cpu_gap
 from wavefill.schedule import resolve
 from wavefill.spec import (
     MAX_LENGTH,
@@ -32,16 +32,13 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_HEAD_DIM = 576
+MAX_HEAD_DIM = CPU_MAX_HEAD_DIM
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def capability(spec: AttentionSpec) -> str | None:
     """Why this backend cannot serve `spec`, or None when it can."""
-    for name, value in (("D", spec.D), ("DV", spec.DV)):
-        if value > MAX_HEAD_DIM:
-            return f"{name} is {value}; the CPU backend takes head sizes up to {MAX_HEAD_DIM}"
-    return None
+    return cpu_gap(spec)
 
 
 def attention(
@@ -129,7 +126,8 @@ def _value_error(
             return invalid(f"seq_lens[{request}]", f"must be at most the cache's capacity of {capacity} tokens", value,
                            "Widen block_table or the cache, or shorten the request.")
         case 3:
-            return invalid(f"block_table[{request}, {slot}]", f"must be a page id from 0 to {pages - 1}", value,
+            rule = f"must be a page id from 0 to {pages - 1}" if pages else "must not be read, as there are no pages"
+            return invalid(f"block_table[{request}, {slot}]", rule, value,
                            "Slots past a request's last page may hold anything; this one is read.")
         case 4:
             return invalid("cu_seqlens_q[0]", "must be 0", value, "Offsets start at the first query token.")
