@@ -32,27 +32,31 @@ struct Scratch {
   int64_t used;
 };
 
+Staging staging(Arena &a, const Problem &p, int64_t width, bool copies) {
+  Staging s;
+  s.at = a.take<const char *>(copies ? p.tile + kMaxTokens : 0);
+  s.stage = copies ? a.take<char>(p.tile * width * 4) : nullptr;
+  const bool ragged = width % (2 * kW) != 0;
+  s.tails = a.take<const char *>(ragged ? p.tile + kMaxTokens : 0);
+  s.tail = a.take<char>(ragged ? p.tile * 2 * kW * 4 : 0);
+  return s;
+}
+
 Scratch lay_out(const Problem &p, int64_t query_rows, int64_t heads, char *base) {
   const Dims dims = dims_of(p);
   Arena a{base};
   Scratch s;
   for (Tokens &t : s.tokens) {
-    t.k = a.take<const char *>(p.tile);
-    t.v = a.take<const char *>(p.tile);
+    t.k = a.take<const char *>(p.tile + kMaxTokens);
+    t.v = a.take<const char *>(p.tile + kMaxTokens);
   }
   Buffers &b = s.buffers;
-  b.scores = a.take<float>(pad_to(query_rows, 4) * dims.tile_padded);
-  b.k = a.take<const char *>(pad_to(p.tile, 4));
-  b.v = a.take<const char *>(pad_to(p.tile, 4));
-  b.k_tails = a.take<const char *>(pad_to(p.tile, 4));
-  b.v_tails = a.take<const char *>(pad_to(p.tile, 4));
+  b.scores = a.take<float>(4 * dims.tile_padded);
   // K is read once a tile, V once for every few columns. Tokens a power of two apart share a few sets of the first-level
   // cache and would drive each other out between those passes, so V is packed unless its tokens lie side by side.
   const bool pack_v = p.vs.dim != 1 || p.vs.token != p.DV;
-  b.k_stage = p.ks.dim != 1 ? a.take<char>(p.tile * p.D * 4) : nullptr;
-  b.v_stage = pack_v ? a.take<char>(p.tile * p.DV * 4) : nullptr;
-  b.k_tail = a.take<char>(p.tile * 2 * kW * 4);
-  b.v_tail = a.take<char>(p.tile * 2 * kW * 4);
+  b.k = staging(a, p, p.D, p.ks.dim != 1);
+  b.v = staging(a, p, p.DV, pack_v);
   s.states = a.take<State>(heads);
   for (int64_t i = 0; i < heads; ++i) {
     float *q = a.take<float>(query_rows * dims.d_padded);
@@ -88,6 +92,8 @@ void locate(const Problem &p, const Row &row, int64_t index, Tokens &out) {
     }
     t += run;
   }
+  // Scores are made a few tokens at a time: past the last one its address is repeated, and what comes of it is not used.
+  for (int64_t i = out.count; i < out.count + kMaxTokens - 1; ++i) out.k[i] = out.k[out.count - 1];
 }
 
 template <class T>
@@ -244,22 +250,21 @@ void merge(const char *outs, const float *lses, char *out, float *lse, int64_t n
 }
 
 float read(const char *data, int64_t bytes) {
-  const float *p = (const float *)data;
-  const int64_t n = bytes / 4, step = 8 * kW;
+  // Two streams of plain loads: what the hardware prefetches by itself is faster than anything that asks for it.
+  const int64_t n = bytes / 4, half = n / 2, step = 4 * kW;
+  const float *p = (const float *)data, *q = p + half;
   V s[8];
   for (V &x : s) x = vzero();
   int64_t i = 0;
-  for (; i + step <= n; i += step) {
-    __builtin_prefetch(p + i + 1024);
-    __builtin_prefetch(p + i + 1040);
-    __builtin_prefetch(p + i + 1056);
-    __builtin_prefetch(p + i + 1072);
-    for (int j = 0; j < 8; ++j) s[j] = vmax(s[j], vload(p + i + j * kW));
-  }
+  for (; i + step <= half; i += step)
+    each<4>([&](auto j) WF_LAMBDA {
+      s[j] = vmax(s[j], vload(p + i + j * kW));
+      s[j + 4] = vmax(s[j + 4], vload(q + i + j * kW));
+    });
   float top = 0.0f;
   for (V x : s) top = fmaxf(top, vhmax(x));
-  for (; i < n; ++i) top = fmaxf(top, p[i]);
-  return top;
+  for (; i < half; ++i) top = fmaxf(top, fmaxf(p[i], q[i]));
+  return n % 2 ? fmaxf(top, p[n - 1]) : top;
 }
 
 #define WF_TEXT_(x) #x

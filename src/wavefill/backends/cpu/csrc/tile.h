@@ -1,6 +1,8 @@
 // One tile: scores of up to `tile` tokens against all query rows of a KV head, the online softmax, and P.V.
 // Included by kernel.cpp only, inside no namespace; everything is in the translation unit's own anonymous namespace.
 #pragma once
+#include <float.h>
+
 #include "problem.h"
 #include "vec.h"
 
@@ -31,31 +33,46 @@ struct Ahead {
   int64_t head, count;
 };
 
-// K or V of the tile ahead as a stream that is advanced a few tokens at a time, so that the memory bus never rests.
+// The tile ahead as a stream of tokens, K and V in turn, that is advanced a few at a time, so that the memory bus never
+// rests. Two streams at once keep more of the memory's banks busy than one after the other.
 class Stream {
  public:
-  // `steps`: how many times `advance(1)` will be called.
-  WF_INLINE Stream(const char *const *tokens, const Ahead &a, int64_t head_stride, int64_t width, int64_t element,
-                   int64_t steps)
-      : tokens_(tokens), at_(0), count_(a.count), offset_(a.head * head_stride * element), bytes_(width * element),
-        share_((a.count + steps - 1) / steps) {}
-  WF_INLINE void advance(int64_t steps) {
-    for (int64_t end = at_ + share_ * steps; at_ < end && at_ < count_; ++at_)
-      for (int64_t b = 0; b < bytes_; b += 64) __builtin_prefetch(tokens_[at_] + offset_ + b, 0, kPrefetchLevel);
+  WF_INLINE Stream(const Ahead &a, const Problem &p, int64_t element)
+      : k_(a.tokens->k), v_(a.tokens->v), k_offset_(a.head * p.ks.head * element),
+        v_offset_(a.head * p.vs.head * element), k_bytes_(p.D * element), v_bytes_(p.DV * element), at_(0),
+        stop_(2 * a.count) {}
+  // Tokens, counting K and V each, that are still to come.
+  WF_INLINE int64_t left() const { return stop_ - at_; }
+  WF_INLINE void advance(int64_t tokens) {
+    for (const int64_t end = at_ + tokens < stop_ ? at_ + tokens : stop_; at_ < end; ++at_)
+      if (at_ & 1)
+        fetch(v_[at_ >> 1] + v_offset_, v_bytes_);
+      else
+        fetch(k_[at_ >> 1] + k_offset_, k_bytes_);
   }
 
  private:
-  const char *const *tokens_;
-  int64_t at_, count_, offset_, bytes_, share_;
+  WF_INLINE static void fetch(const char *from, int64_t bytes) {
+    const char *const end = from + bytes;
+    for (; from + 256 <= end; from += 256)
+      each<4>([&](auto i) WF_LAMBDA { __builtin_prefetch(from + 64 * i, 0, kPrefetchLevel); });
+    for (; from < end; from += 64) __builtin_prefetch(from, 0, kPrefetchLevel);
+  }
+  const char *const *k_, *const *v_;
+  int64_t k_offset_, v_offset_, k_bytes_, v_bytes_, at_, stop_;
+};
+
+// Where K or V of a tile goes when it can't be read in place.
+struct Staging {
+  const char **at, **tails;  // per token: its copy, and the copy of the part that does not fill a block
+  char *stage;               // null where the cache is read in place
+  char *tail;
 };
 
 // A worker's memory for one tile.
 struct Buffers {
-  float *scores;        // [rows, tile_padded]: scores, then weights
-  const char **k, **v;              // per token of the tile, the head that is worked on
-  const char **k_tails, **v_tails;  // and the copy of its part that does not fill a block
-  char *k_stage, *v_stage;          // null where the cache is read in place
-  char *k_tail, *v_tail;
+  float *scores;  // [tile_padded, 4]: scores of up to four query rows, then weights
+  Staging k, v;
 };
 
 // Running softmax state of the query rows (query tokens x G) of one KV head: accumulators, maxima and sums in one run
@@ -66,18 +83,20 @@ struct State {
   int64_t rows, dv;
   float *acc() const { return sums; }
   float *max() const { return sums + rows * dv; }
-  float *sum() const { return sums + rows * dv + rows; }
+  float *sum() const { return max() + pad_to(rows, 4); }
 };
 
 inline Dims dims_of(const Problem &p) {
-  return {pad_to(p.D, 2 * kW), pad_to(p.DV, 2 * kW), pad_to(p.tile, kW)};
+  return {pad_to(p.D, 2 * kW), pad_to(p.DV, 2 * kW), pad_to(p.tile + 3, kW)};
 }
 
-inline int64_t state_floats(const Problem &p, int64_t rows) { return rows * (dims_of(p).dv_padded + 2); }
+inline int64_t state_floats(const Problem &p, int64_t rows) {
+  return rows * dims_of(p).dv_padded + 2 * pad_to(rows, 4);
+}
 
 inline void reset(State &s) {
   for (int64_t i = 0; i < s.rows * s.dv; ++i) s.sums[i] = 0.0f;
-  for (int64_t i = 0; i < s.rows; ++i) s.max()[i] = -INFINITY, s.sum()[i] = 0.0f;
+  for (int64_t i = 0; i < pad_to(s.rows, 4); ++i) s.max()[i] = -INFINITY, s.sum()[i] = 0.0f;
 }
 
 #if defined(__AVX512BF16__)
@@ -111,8 +130,35 @@ inline void store_q(float *q, int64_t at, const T *x) {
   }
 }
 
-// One block (two vectors) of the dot products of MR query rows with NT tokens. Which side stays in registers while the
-// other passes by is written out, because compilers left to choose keep both and spill the sums.
+// One half (a vector) of a block of the dot products of MR query rows with NT tokens. Which side stays in registers while
+// the other passes by is written out, because compilers left to choose keep both and spill the sums.
+template <class T, int MR, int NT, int H>
+WF_INLINE void dot_half(const float *q, int64_t q_stride, const T *const (&k)[NT], V (&acc)[MR][NT]) {
+  if constexpr (MR > NT) {
+    V x[NT];
+    each<NT>([&](auto j) WF_LAMBDA {
+      x[j] = load_half<H>(k[j]);
+      WF_KEEP(x[j]);
+    });
+    each<MR>([&](auto i) WF_LAMBDA {
+      V y = vload(q + i * q_stride + H * kW);
+      WF_KEEP(y);
+      each<NT>([&](auto j) WF_LAMBDA { WF_ADD_PRODUCT(acc[i][j], x[j], y); });
+    });
+  } else {
+    V y[MR];
+    each<MR>([&](auto i) WF_LAMBDA {
+      y[i] = vload(q + i * q_stride + H * kW);
+      WF_KEEP(y[i]);
+    });
+    each<NT>([&](auto j) WF_LAMBDA {
+      V x = load_half<H>(k[j]);
+      WF_KEEP(x);
+      each<MR>([&](auto i) WF_LAMBDA { WF_ADD_PRODUCT(acc[i][j], x, y[i]); });
+    });
+  }
+}
+
 template <class T, int MR, int NT>
 WF_INLINE void dot_block(const float *q, int64_t q_stride, const T *const (&k)[NT], V (&acc)[MR][NT]) {
 #if defined(__AVX512BF16__)
@@ -126,40 +172,18 @@ WF_INLINE void dot_block(const float *q, int64_t q_stride, const T *const (&k)[N
     return;
   }
 #endif
-  if constexpr (MR > 2) {
-    V x0[NT], x1[NT];
-    for (int j = 0; j < NT; ++j) load_pair(k[j], x0[j], x1[j]);
-    for (int i = 0; i < MR; ++i) {
-      V y0 = vload(q + i * q_stride), y1 = vload(q + i * q_stride + kW);
-      WF_KEEP(y0);
-      WF_KEEP(y1);
-      for (int j = 0; j < NT; ++j) acc[i][j] = vfma(x0[j], y0, acc[i][j]);
-      for (int j = 0; j < NT; ++j) acc[i][j] = vfma(x1[j], y1, acc[i][j]);
-    }
-  } else {
-    V y0[MR], y1[MR];
-    for (int i = 0; i < MR; ++i) {
-      y0[i] = vload(q + i * q_stride), y1[i] = vload(q + i * q_stride + kW);
-      WF_KEEP(y0[i]);
-      WF_KEEP(y1[i]);
-    }
-    for (int j = 0; j < NT; ++j) {
-      V x0, x1;
-      load_pair(k[j], x0, x1);
-      for (int i = 0; i < MR; ++i) acc[i][j] = vfma(x0, y0[i], acc[i][j]);
-      for (int i = 0; i < MR; ++i) acc[i][j] = vfma(x1, y1[i], acc[i][j]);
-    }
-  }
+  dot_half<T, MR, NT, 0>(q, q_stride, k, acc);
+  dot_half<T, MR, NT, 1>(q, q_stride, k, acc);
 }
 
-// Scores of MR query rows against NT tokens; k[j] points at a token's head, tail[j] at its zero-padded last block.
-// q_stride counts floats between query rows.
+// Scores of MR query rows against NT tokens; k[j] + offset points at a token's head, tail[j] at its zero-padded last
+// block. q_stride counts floats between query rows.
 template <class T, int MR, int NT>
-WF_INLINE void dots(int64_t width, const float *q, int64_t q_stride, const T *const *k, const T *const *tail,
-                    V (&acc)[MR][NT]) {
+WF_INLINE void dots(int64_t width, const float *q, int64_t q_stride, const T *const *k, int64_t offset,
+                    const T *const *tail, V (&acc)[MR][NT]) {
   constexpr int64_t block = 2 * kW, step = PairDot<T>::value ? block / 2 : block;
   const T *at[NT];
-  for (int j = 0; j < NT; ++j) at[j] = k[j];
+  for (int j = 0; j < NT; ++j) at[j] = k[j] + offset;
   for (int i = 0; i < MR; ++i)
     for (int j = 0; j < NT; ++j) acc[i][j] = vzero();
   for (int64_t b = width / block; b > 0; --b) {
@@ -173,10 +197,23 @@ WF_INLINE void dots(int64_t width, const float *q, int64_t q_stride, const T *co
   }
 }
 
+// Query rows are worked on up to four at a time; their scores lie token by token, kRows of them each, so that one vector
+// holds all rows of a few tokens and the softmax never adds across a vector.
+template <int MR>
+constexpr int kRows = MR == 3 ? 4 : MR;
+constexpr int kMaxTokens = 4;  // that one pass over q makes scores for
+
+// Tokens a pass over q, and blocks of V a pass over the tokens: as many sums as the registers hold.
 #if defined(__AVX512F__)
-constexpr int kBlocks4 = 2;  // 32 registers hold more sums
+template <int MR>
+constexpr int kTokens = 4;
+template <int MR>
+constexpr int kBlocks = MR == 1 ? 4 : 2;
 #else
-constexpr int kBlocks4 = 1;
+template <int MR>
+constexpr int kTokens = MR == 4 ? 2 : MR == 3 ? 3 : 4;
+template <int MR>
+constexpr int kBlocks = MR == 4 ? 1 : MR == 1 ? 4 : 2;
 #endif
 
 template <class T>
@@ -187,200 +224,196 @@ struct TileWork {
 
   // Adds the tile `now` to the state of `head`; `ahead` is prefetched meanwhile.
   void run(State &s, int64_t head, const Tokens &now, const Ahead &ahead) {
-    const int64_t n = now.count;
-    gather(now.k, n, head, p.ks, p.D, buffers.k, buffers.k_tails, buffers.k_stage, buffers.k_tail);
-    gather(now.v, n, head, p.vs, p.DV, buffers.v, buffers.v_tails, buffers.v_stage, buffers.v_tail);
-    score(s, n, ahead);
-    soft_max(s, now.from, n);
-    accumulate(s, n, ahead);
+    const Side<T> k = side(now.k, now.count, head, p.ks, p.D, buffers.k);
+    const Side<T> v = side(now.v, now.count, head, p.vs, p.DV, buffers.v);
+    Stream next(ahead, p, sizeof(T));
+    const int64_t groups = (s.rows + 3) / 4, share = (next.left() + groups - 1) / groups;
+    for (int64_t r = 0; r < s.rows; r += 4) {
+      switch (s.rows - r) {
+        case 1: group<1>(s, r, now, k, v, next, share); break;
+        case 2: group<2>(s, r, now, k, v, next, share); break;
+        case 3: group<3>(s, r, now, k, v, next, share); break;
+        default: group<4>(s, r, now, k, v, next, share);
+      }
+    }
   }
 
  private:
-  // Finds `head` of every token of the tile. Elements that do not lie next to each other are copied to `stage`; the
-  // part that does not fill a block goes to `tail`, padded with zeros, so that nothing past a head is ever read.
-  static void gather(const char *const *tokens, int64_t n, int64_t head, const wf::Strides &st, int64_t width,
-                     const char **out, const char **tails, char *stage, char *tail) {
-    const int64_t offset = head * st.head * (int64_t)sizeof(T);
-    for (int64_t i = 0; i < n; ++i) out[i] = tokens[i] + offset;
-    if (stage) {
-      T *to = (T *)stage;
-      for (int64_t i = 0; i < n; ++i, to += width) {
-        const T *from = (const T *)out[i];
-        if (st.dim == 1)
-          memcpy(to, from, (size_t)width * sizeof(T));
-        else
-          for (int64_t d = 0; d < width; ++d) to[d] = from[d * st.dim];
-        out[i] = (const char *)to;
-      }
-    }
+  // K or V of one head of the tile: token t lies at at[t] + offset, the part that does not fill a block at tails[t].
+  template <class X>
+  struct Side {
+    const X *const *at;
+    int64_t offset;
+    const X *const *tails;
+  };
+
+  // Elements that do not lie next to each other are copied to the stage; the part that does not fill a block goes to the
+  // tail, padded with zeros, so that nothing past a head is ever read.
+  static Side<T> side(const char *const *tokens, int64_t n, int64_t head, const wf::Strides &st, int64_t width,
+                      const Staging &b) {
     constexpr int64_t block = 2 * kW;
     const int64_t full = width / block * block;
+    const T *const *from = (const T *const *)tokens;
+    const T **at = (const T **)b.at, **tails = (const T **)b.tails;
+    int64_t offset = head * st.head;
+    if (b.stage) {
+      T *to = (T *)b.stage;
+      for (int64_t i = 0; i < n; ++i, to += width) {
+        const T *x = from[i] + offset;
+        if (st.dim == 1)
+          memcpy(to, x, (size_t)width * sizeof(T));
+        else
+          for (int64_t d = 0; d < width; ++d) to[d] = x[d * st.dim];
+        at[i] = to;
+      }
+      for (int64_t i = n; i < n + kMaxTokens - 1; ++i) at[i] = at[n - 1];
+      from = at, offset = 0;
+    }
     if (full < width) {
-      T *to = (T *)tail;
-      memset(tail, 0, (size_t)(n * block) * sizeof(T));
-      for (int64_t i = 0; i < n; ++i) {
-        memcpy(to + i * block, (const T *)out[i] + full, (size_t)(width - full) * sizeof(T));
-        tails[i] = (const char *)(to + i * block);
+      T *to = (T *)b.tail;
+      memset(to, 0, (size_t)(n * block) * sizeof(T));
+      for (int64_t i = 0; i < n; ++i, to += block) {
+        memcpy(to, from[i] + offset + full, (size_t)(width - full) * sizeof(T));
+        tails[i] = to;
       }
+      for (int64_t i = n; i < n + kMaxTokens - 1; ++i) tails[i] = tails[n - 1];
     }
-    // Scores are made four tokens at a time: past the last token its address is repeated, and what comes of it lands in
-    // the padding of the scores and is overwritten.
-    for (int64_t i = n; i % 4; ++i) {
-      out[i] = out[n - 1];
-      if (full < width) tails[i] = tails[n - 1];
-    }
+    return {from, offset, tails};
   }
 
-  void score(State &s, int64_t n, const Ahead &ahead) {
-    const Dims dims = dims_of(p);
-    const int64_t stride = dims.tile_padded, q_stride = PairDot<T>::value ? dims.d_padded / 2 : dims.d_padded;
-    const T *const *k = (const T *const *)buffers.k, *const *k_tails = (const T *const *)buffers.k_tails;
-    Stream next(ahead.tokens->k, ahead, p.ks.head, p.D, sizeof(T), (n + 3) / 4);
-    for (int64_t t = 0; t < n; t += 4) {
-      next.advance(1);
-      const float *q = s.q;
-      float *to = buffers.scores + t;
-      int64_t r = s.rows;
-      for (; r >= 4; r -= 4, q += 4 * q_stride, to += 4 * stride) pairs<4>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
-      if (r == 3) pairs<3>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
-      if (r == 2) quads<2>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
-      if (r == 1) quads<1>(p.D, q, q_stride, k + t, k_tails + t, to, stride);
-    }
-  }
-
-  // MR rows against four tokens: all at once, or two by two where that is what the registers hold.
+  // Scores, softmax and P.V of query rows r .. r + MR.
   template <int MR>
-  WF_OUTLINE static void quads(int64_t width, const float *q, int64_t q_stride, const T *const *k, const T *const *tail,
-                               float *to, int64_t stride) {
-    V acc[MR][4];
-    dots<T, MR, 4>(width, q, q_stride, k, tail, acc);
-    for (int i = 0; i < MR; ++i) store4(to + i * stride, vsum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+  void group(State &s, int64_t r, const Tokens &now, const Side<T> &k, const Side<T> &v, Stream &next,
+             int64_t share) {
+    const Dims dims = dims_of(p);
+    const int64_t q_stride = PairDot<T>::value ? dims.d_padded / 2 : dims.d_padded;
+    score<MR>(p.D, s.q + r * q_stride, q_stride, k, now.count, buffers.scores, next, share / 2);
+    soft_max<MR>(s, r, now);
+    weigh<MR>(s.acc() + r * dims.dv_padded, dims.dv_padded, v, now.count, next, share - share / 2);
   }
 
   template <int MR>
-  WF_OUTLINE static void pairs(int64_t width, const float *q, int64_t q_stride, const T *const *k, const T *const *tail,
-                               float *to, int64_t stride) {
-#if defined(__AVX512F__)
-    quads<MR>(width, q, q_stride, k, tail, to, stride);
-#else
-    for (int j = 0; j < 4; j += 2) {
-      V acc[MR][2];
-      dots<T, MR, 2>(width, q, q_stride, k + j, tail + j, acc);
-      store22(to + j, to + stride + j, vsum4(acc[0][0], acc[0][1], acc[1][0], acc[1][1]));
-      const int last = MR - 1;  // with three rows the third stands alone
-      store22(to + 2 * stride + j, to + last * stride + j, vsum4(acc[2][0], acc[2][1], acc[last][0], acc[last][1]));
-    }
-#endif
-  }
-
-  // Turns scores into weights exp(score - max) in place and brings the state to the new maximum.
-  void soft_max(State &s, int64_t from, int64_t n) {
-    const Dims dims = dims_of(p);
-    const int64_t padded = pad_to(n, kW);
-    for (int64_t r = 0; r < s.rows; ++r) {
-      float *x = buffers.scores + r * dims.tile_padded;
-      for (int64_t t = n; t < padded; ++t) x[t] = -INFINITY;
-      const int64_t pos = row.pos0 + r / p.G;
-      int64_t lo = 0, hi = n;  // keys of this tile that the row sees
-      if (p.causal && pos + 1 - from < hi) hi = pos + 1 - from < 0 ? 0 : pos + 1 - from;
-      if (p.window && pos - p.window + 1 - from > lo) lo = pos - p.window + 1 - from;
-      for (int64_t t = 0; t < n && t < lo; ++t) x[t] = -INFINITY;
-      for (int64_t t = hi; t < n; ++t) x[t] = -INFINITY;
-
-      const V scale = vset(p.scale);
-      V top = vset(-INFINITY);
-      for (int64_t t = 0; t < padded; t += kW) {
-        const V y = vmul(vload(x + t), scale);
-        vstore(x + t, y);
-        top = vmax(top, y);
+  WF_OUTLINE static void score(int64_t width, const float *q, int64_t q_stride, const Side<T> &k, int64_t n, float *to,
+                               Stream &next, int64_t share) {
+    constexpr int R = kRows<MR>, NT = kTokens<MR>;
+    const int step = (int)(share * NT + n - 1) / (int)n;
+    for (int64_t t = 0; t < n; t += NT) {
+      next.advance(step);
+      V acc[MR][NT];
+      dots<T, MR, NT>(width, q, q_stride, k.at + t, k.offset, k.tails + t, acc);
+      for (int j = 0; j < NT * R; j += 4, to += 4) {
+        auto sum = [&](int i) { return acc[i % R < MR ? i % R : MR - 1][i / R]; };
+        store4(to, vsum4(sum(j), sum(j + 1), sum(j + 2), sum(j + 3)));
       }
-      // A negative scale turns the masked -inf into +inf, so it masks again.
-      if (p.scale <= 0.0f) top = vset(mask_again(x, lo, hi, n, padded));
-      const float old_max = s.max()[r], new_max = fmaxf(old_max, vhmax(top));
-      const float base = new_max == -INFINITY ? 0.0f : new_max;
-      V sum = vzero();
-      for (int64_t t = 0; t < padded; t += kW) {
-        const V y = vexp(vsub(vload(x + t), vset(base)));
-        vstore(x + t, y);
-        sum = vadd(sum, y);
-      }
-      if (new_max != old_max) {
-        const float w = expf(old_max - base);
-        float *acc = s.acc() + r * dims.dv_padded;
-        for (int64_t d = 0; d < dims.dv_padded; d += kW) vstore(acc + d, vmul(vload(acc + d), vset(w)));
-        s.sum()[r] *= w;
-        s.max()[r] = new_max;
-      }
-      s.sum()[r] += vhsum(sum);
     }
   }
 
-  static float mask_again(float *x, int64_t lo, int64_t hi, int64_t n, int64_t padded) {
-    float top = -INFINITY;
-    for (int64_t t = 0; t < padded; ++t) {
-      if (t < lo || t >= hi || t >= n) x[t] = -INFINITY;
-      top = fmaxf(top, x[t]);
+  // Turns scores into weights exp(score - max) in place and brings the state of the rows to the new maximum.
+  template <int MR>
+  WF_OUTLINE void soft_max(State &s, int64_t r, const Tokens &now) {
+    constexpr int R = kRows<MR>;
+    const int64_t used = now.count * R, padded = pad_to(used, kW);
+    float *x = buffers.scores;
+    V scale = vset(p.scale);
+    if (p.scale <= 0.0f) {  // the maximum is taken before scaling, so a scale that turns the order goes first
+      for (int64_t i = 0; i < used; ++i) x[i] *= p.scale;
+      scale = vset(1.0f);
     }
-    return top;
+    for (int64_t i = used; i < padded; ++i) x[i] = -INFINITY;
+    for (int i = 0; i < MR; ++i) hide<R>(x + i, row.pos0 + (r + i) / p.G, now);
+
+    V top = vload(x);
+    for (int64_t i = kW; i < padded; i += kW) top = vmax(top, vload(x + i));
+    float *max = s.max() + r, *sum = s.sum() + r;
+    const V old_max = vload_rows<R>(max), new_max = vmax(vmul(vmax_rows<R>(top), scale), old_max);
+    const V base = vzero_below(new_max, new_max, -FLT_MAX);  // -inf where no key has been seen
+    V total = vzero();
+    for (int64_t i = 0; i < padded; i += kW) {
+      const V y = vexp(vfma(vload(x + i), scale, vsub(vzero(), base)));
+      vstore(x + i, y);
+      total = vadd(total, y);
+    }
+    total = vsum_rows<R>(total);
+    if (!vdiffer(new_max, old_max)) return vstore_rows<R>(sum, vadd(vload_rows<R>(sum), total));
+    const V w = vexp(vsub(old_max, base));
+    vstore_rows<R>(sum, vfma(vload_rows<R>(sum), w, total));
+    vstore_rows<R>(max, new_max);
+    float each[kW];
+    vstore(each, w);
+    const int64_t dv = dims_of(p).dv_padded;
+    for (int i = 0; i < MR; ++i) {
+      float *acc = s.acc() + (r + i) * dv;
+      for (int64_t d = 0; d < dv; d += kW) vstore(acc + d, vmul(vload(acc + d), vset(each[i])));
+    }
   }
 
-  void accumulate(State &s, int64_t n, const Ahead &ahead) {
-    const Dims dims = dims_of(p);
-    const int64_t passes = (s.rows + 3) / 4 * (dims.dv_padded / (2 * kW));
-    Stream next(ahead.tokens->v, ahead, p.vs.head, p.DV, sizeof(T), passes);
-    int64_t r = 0;
-    for (; r + 4 <= s.rows; r += 4) weigh<4, kBlocks4>(s, r, n, dims, next);
-    if (s.rows - r == 3) weigh<3, 2>(s, r, n, dims, next);
-    if (s.rows - r == 2) weigh<2, 2>(s, r, n, dims, next);
-    if (s.rows - r == 1) weigh<1, 4>(s, r, n, dims, next);
+  // Masks the keys of the tile that a query at `pos` does not see; its scores are x[0], x[R], ...
+  template <int R>
+  WF_INLINE void hide(float *x, int64_t pos, const Tokens &now) {
+    const int64_t n = now.count;
+    if (p.causal && pos + 1 - now.from < n)
+      for (int64_t t = pos + 1 < now.from ? 0 : pos + 1 - now.from; t < n; ++t) x[t * R] = -INFINITY;
+    if (p.window)
+      for (int64_t t = 0; t < n && t < pos - p.window + 1 - now.from; ++t) x[t * R] = -INFINITY;
   }
 
-  // acc[r .. r + MR] += P.V, NB blocks of the head size at a time.
-  template <int MR, int NB>
-  void weigh(State &s, int64_t r, int64_t n, const Dims &dims, Stream &next) {
+  // acc[0 .. MR] += P.V, kBlocks<MR> blocks of the head size at a time.
+  template <int MR>
+  void weigh(float *acc, int64_t dv, const Side<T> &v, int64_t n, Stream &next, int64_t share) {
     constexpr int64_t block = 2 * kW;
-    const float *weights = buffers.scores + r * dims.tile_padded;
-    const T *const *v = (const T *const *)buffers.v;
-    float *acc = s.acc() + r * dims.dv_padded;
-    const int64_t full = p.DV / block;
+    constexpr int NB = kBlocks<MR>;
+    const int64_t full = p.DV / block, step = (share * block + dv - 1) / dv;
     int64_t b = 0;
     for (; b + NB <= full; b += NB) {
-      next.advance(NB);
-      columns<MR, NB>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, v, b * block, n);
+      next.advance(NB * step);
+      columns<MR, NB>(acc + b * block, dv, buffers.scores, v.at, v.offset + b * block, n);
     }
     for (; b < full; ++b) {
-      next.advance(1);
-      columns<MR, 1>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, v, b * block, n);
+      next.advance(step);
+      columns<MR, 1>(acc + b * block, dv, buffers.scores, v.at, v.offset + b * block, n);
     }
     if (full * block == p.DV) return;
-    next.advance(1);
-    const T *const *tails = (const T *const *)buffers.v_tails;
-    columns<MR, 1>(acc + b * block, dims.dv_padded, weights, dims.tile_padded, tails, 0, n);
+    next.advance(step);
+    columns<MR, 1>(acc + b * block, dv, buffers.scores, v.tails, 0, n);
   }
 
   template <int MR, int NB>
-  WF_OUTLINE static void columns(float *acc_at, int64_t dv, const float *weights, int64_t stride, const T *const *v,
-                                 int64_t offset, int64_t n) {
+  WF_OUTLINE static void columns(float *acc_at, int64_t dv, const float *weights, const T *const *v, int64_t offset,
+                                 int64_t n) {
+    constexpr int R = kRows<MR>;
     V acc[MR][2 * NB];
-    const float *w[MR];
-    for (int i = 0; i < MR; ++i) {
-      w[i] = weights + i * stride;
-      for (int j = 0; j < 2 * NB; ++j) acc[i][j] = vload(acc_at + i * dv + j * kW);
-    }
-    for (int64_t t = 0; t < n; ++t) {
+    each<MR>([&](auto i) WF_LAMBDA {
+      each<2 * NB>([&](auto j) WF_LAMBDA { acc[i][j] = vload(acc_at + i * dv + j * kW); });
+    });
+    for (int64_t t = 0; t < n; ++t, weights += R) {
       const T *src = v[t] + offset;
-      for (int j = 0; j < NB; ++j) {
-        V x0, x1;
-        load_pair(src + j * 2 * kW, x0, x1);
-        for (int i = 0; i < MR; ++i) {
-          const V y = vset(w[i][t]);
-          acc[i][2 * j] = vfma(y, x0, acc[i][2 * j]);
-          acc[i][2 * j + 1] = vfma(y, x1, acc[i][2 * j + 1]);
-        }
+      if constexpr (MR > 2 * NB) {
+        V x[2 * NB];
+        each<2 * NB>([&](auto j) WF_LAMBDA {
+          x[j] = load_half<j % 2>(src + j / 2 * 2 * kW);
+          WF_KEEP(x[j]);
+        });
+        each<MR>([&](auto i) WF_LAMBDA {
+          V y = vset(weights[i]);
+          WF_KEEP(y);
+          each<2 * NB>([&](auto j) WF_LAMBDA { WF_ADD_PRODUCT(acc[i][j], x[j], y); });
+        });
+      } else {
+        V y[MR];
+        each<MR>([&](auto i) WF_LAMBDA {
+          y[i] = vset(weights[i]);
+          WF_KEEP(y[i]);
+        });
+        each<2 * NB>([&](auto j) WF_LAMBDA {
+          V x = load_half<j % 2>(src + j / 2 * 2 * kW);
+          WF_KEEP(x);
+          each<MR>([&](auto i) WF_LAMBDA { WF_ADD_PRODUCT(acc[i][j], x, y[i]); });
+        });
       }
     }
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < 2 * NB; ++j) vstore(acc_at + i * dv + j * kW, acc[i][j]);
+    each<MR>([&](auto i) WF_LAMBDA {
+      each<2 * NB>([&](auto j) WF_LAMBDA { vstore(acc_at + i * dv + j * kW, acc[i][j]); });
+    });
   }
 };
 

@@ -11,6 +11,7 @@
 #endif
 
 #define WF_INLINE inline __attribute__((always_inline))
+#define WF_LAMBDA __attribute__((always_inline))
 
 // Keeps a loaded vector in its register: compilers would rather load it again for every use, and two loads a cycle are
 // what bounds the dot products.
@@ -20,8 +21,28 @@
 #define WF_KEEP(reg) ((void)0)
 #endif
 
+// sum += a * b in the register of the sum: compilers put it into that of a factor where it is its last use, and with
+// every register taken pay for that with moves through memory.
+#if defined(__AVX2__)
+#define WF_ADD_PRODUCT(sum, a, b) asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#else
+#define WF_ADD_PRODUCT(sum, a, b) ((sum) = vfma(a, b, sum))
+#endif
+
 namespace {
 
+// Calls f with 0 .. N - 1 as constants: arrays indexed by them are registers from the start.
+template <int I>
+struct Index {
+  constexpr operator int() const { return I; }
+};
+template <int N, int I = 0, class F>
+WF_INLINE void each(const F &f) {
+  if constexpr (I < N) {
+    f(Index<I>{});
+    each<N, I + 1>(f);
+  }
+}
 struct f16 {
   uint16_t bits;
 };
@@ -43,7 +64,6 @@ inline V vsub(V a, V b) { return _mm512_sub_ps(a, b); }
 inline V vmul(V a, V b) { return _mm512_mul_ps(a, b); }
 inline V vmax(V a, V b) { return _mm512_max_ps(a, b); }
 inline float vhmax(V a) { return _mm512_reduce_max_ps(a); }
-inline float vhsum(V a) { return _mm512_reduce_add_ps(a); }
 inline V vround(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // a * 2^n for whole n; n in [-126, 0]
 inline V vscale2(V a, V n) { return _mm512_scalef_ps(a, n); }
@@ -53,20 +73,23 @@ inline V vzero_below(V a, V x, float limit) {
 inline __m256 fold(V a) {
   return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
 }
-WF_INLINE void load_pair(const float *p, V &a, V &b) {
-  a = vload(p), b = vload(p + kW);
-  WF_KEEP(a);
-  WF_KEEP(b);
+template <int H>
+WF_INLINE V load_half(const f16 *p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + H * kW)));
 }
-WF_INLINE void load_pair(const f16 *p, V &a, V &b) {
-  a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-  b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + kW)));
+template <int H>
+WF_INLINE V load_half(const bf16 *p) {
+  const __m512i x = _mm512_loadu_si512(p);
+  return _mm512_castsi512_ps(H ? _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)) : _mm512_slli_epi32(x, 16));
 }
-WF_INLINE void load_pair(const bf16 *p, V &a, V &b) {
-  __m512i x = _mm512_loadu_si512(p);
-  WF_KEEP(x);
-  a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-  b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)));
+inline bool vdiffer(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
+// Element i of the result: the one at i ^ N; N a power of two.
+template <int N>
+inline V vswap(V a) {
+  if constexpr (N == 8) return _mm512_shuffle_f32x4(a, a, 0x4E);
+  if constexpr (N == 4) return _mm512_shuffle_f32x4(a, a, 0xB1);
+  if constexpr (N == 2) return _mm512_permute_ps(a, 0x4E);
+  return _mm512_permute_ps(a, 0xB1);
 }
 
 #elif defined(__AVX2__)
@@ -87,11 +110,6 @@ inline float vhmax(V a) {
   m = _mm_max_ps(m, _mm_movehl_ps(m, m));
   return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
 }
-inline float vhsum(V a) {
-  __m128 m = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  m = _mm_add_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_add_ss(m, _mm_shuffle_ps(m, m, 1)));
-}
 inline V vround(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline V vscale2(V a, V n) {
   __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
@@ -99,20 +117,22 @@ inline V vscale2(V a, V n) {
 }
 inline V vzero_below(V a, V x, float limit) { return _mm256_andnot_ps(_mm256_cmp_ps(x, vset(limit), _CMP_LT_OQ), a); }
 inline __m256 fold(V a) { return a; }
-WF_INLINE void load_pair(const float *p, V &a, V &b) {
-  a = vload(p), b = vload(p + kW);
-  WF_KEEP(a);
-  WF_KEEP(b);
+template <int H>
+WF_INLINE V load_half(const f16 *p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + H * kW)));
 }
-WF_INLINE void load_pair(const f16 *p, V &a, V &b) {
-  a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-  b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + kW)));
+template <int H>
+WF_INLINE V load_half(const bf16 *p) {
+  const __m256i x = _mm256_loadu_si256((const __m256i *)p);
+  return _mm256_castsi256_ps(H ? _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)) : _mm256_slli_epi32(x, 16));
 }
-WF_INLINE void load_pair(const bf16 *p, V &a, V &b) {
-  __m256i x = _mm256_loadu_si256((const __m256i *)p);
-  WF_KEEP(x);
-  a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-  b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)));
+inline bool vdiffer(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
+// Element i of the result: the one at i ^ N; N a power of two.
+template <int N>
+inline V vswap(V a) {
+  if constexpr (N == 4) return _mm256_permute2f128_ps(a, a, 1);
+  if constexpr (N == 2) return _mm256_permute_ps(a, 0x4E);
+  return _mm256_permute_ps(a, 0xB1);
 }
 
 #else  // any CPU: GCC's and Clang's vector extension
@@ -150,11 +170,6 @@ inline V vscale2(V a, V n) {
   return a * (V)e;
 }
 inline V vzero_below(V a, V x, float limit) { return vselect(x < vset(limit), vzero(), a); }
-WF_INLINE void load_pair(const float *p, V &a, V &b) {
-  a = vload(p), b = vload(p + kW);
-  WF_KEEP(a);
-  WF_KEEP(b);
-}
 inline float f16_to_float(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023u;
   uint32_t bits;
@@ -169,32 +184,85 @@ inline float f16_to_float(uint16_t h) {
   memcpy(&x, &bits, 4);
   return x;
 }
-WF_INLINE void load_pair(const f16 *p, V &a, V &b) {
-  for (int i = 0; i < kW; ++i) a[i] = f16_to_float(p[i].bits), b[i] = f16_to_float(p[i + kW].bits);
+template <int H>
+WF_INLINE V load_half(const f16 *p) {
+  V a;
+  for (int i = 0; i < kW; ++i) a[i] = f16_to_float(p[H * kW + i].bits);
+  return a;
 }
-WF_INLINE void load_pair(const bf16 *p, V &a, V &b) {
+template <int H>
+WF_INLINE V load_half(const bf16 *p) {
   VU x;
   memcpy(&x, p, sizeof x);
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  a = (V)(x & 0xffff0000u), b = (V)(x << 16);
+  return (V)(H ? x << 16 : x & 0xffff0000u);
 #else
-  a = (V)(x << 16), b = (V)(x & 0xffff0000u);
+  return (V)(H ? x & 0xffff0000u : x << 16);
 #endif
+}
+inline bool vdiffer(V a, V b) {
+  const VI e = a != b;
+  return e[0] | e[1] | e[2] | e[3];
+}
+// Element i of the result: the one at i ^ N; N a power of two.
+template <int N>
+inline V vswap(V a) {
+  if constexpr (N == 2) return V{a[2], a[3], a[0], a[1]};
+  return V{a[1], a[0], a[3], a[2]};
 }
 
 #endif
+
+// A block of the cache is two vectors, taken one half at a time.
+template <int H>
+WF_INLINE V load_half(const float *p) {
+  return vload(p + H * kW);
+}
+
+// Vectors whose elements belong to R rows in turn (R divides kW): every element becomes the maximum, or the sum, over
+// those of its row.
+template <int R, int N = kW / 2>
+inline V vmax_rows(V a) {
+  if constexpr (N >= R) a = vmax_rows<R, N / 2>(vmax(a, vswap<N>(a)));
+  return a;
+}
+template <int R, int N = kW / 2>
+inline V vsum_rows(V a) {
+  if constexpr (N >= R) a = vsum_rows<R, N / 2>(vadd(a, vswap<N>(a)));
+  return a;
+}
+// One value a row, spread over such a vector, and back.
+template <int R>
+inline V vload_rows(const float *p) {
+  if constexpr (R == 1) return vset(*p);
+#if defined(__AVX512F__)
+  if constexpr (R == 2) return _mm512_castpd_ps(_mm512_set1_pd(*(const double *)p));
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+#elif defined(__AVX2__)
+  if constexpr (R == 2) return _mm256_castpd_ps(_mm256_broadcast_sd((const double *)p));
+  return _mm256_broadcast_ps((const __m128 *)p);
+#else
+  if constexpr (R == 2) return V{p[0], p[1], p[0], p[1]};
+  return vload(p);
+#endif
+}
+template <int R>
+inline void vstore_rows(float *p, V a) {
+  float x[kW];
+  vstore(x, a);
+  memcpy(p, x, R * sizeof(float));
+}
 
 // Sums of four vectors, in order.
 #if defined(__AVX2__)
 inline __m128 vsum4(V a, V b, V c, V d) {
-  __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(fold(a), fold(b)), _mm256_hadd_ps(fold(c), fold(d)));
+  const __m256 x = fold(a), y = fold(b), z = fold(c), w = fold(d);
+  const __m256 xy = _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y));
+  const __m256 zw = _mm256_add_ps(_mm256_unpacklo_ps(z, w), _mm256_unpackhi_ps(z, w));
+  const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(xy, zw, 0x44), _mm256_shuffle_ps(xy, zw, 0xEE));
   return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 inline void store4(float *p, __m128 s) { _mm_storeu_ps(p, s); }
-inline void store22(float *p, float *q, __m128 s) {
-  _mm_storel_pi((__m64 *)p, s);
-  _mm_storeh_pi((__m64 *)q, s);
-}
 inline float f16_scalar(f16 x) { return _cvtsh_ss(x.bits); }
 inline uint16_t to_f16_bits(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 #else
@@ -203,7 +271,6 @@ struct Sum4 {
 };
 inline Sum4 vsum4(V a, V b, V c, V d) { return {{vhsum(a), vhsum(b), vhsum(c), vhsum(d)}}; }
 inline void store4(float *p, Sum4 s) { memcpy(p, s.s, sizeof s.s); }
-inline void store22(float *p, float *q, Sum4 s) { p[0] = s.s[0], p[1] = s.s[1], q[0] = s.s[2], q[1] = s.s[3]; }
 inline float f16_scalar(f16 x) { return f16_to_float(x.bits); }
 inline uint16_t to_f16_bits(float x) {
   uint32_t u;
@@ -238,7 +305,7 @@ inline void from_float(float x, bf16 &y) {
   else y.bits = (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// load_pair splits a bf16 block into its even and its odd elements, which costs one operation a vector instead of two.
+// load_half splits a bf16 block into its even and its odd elements, which costs one operation a vector instead of two.
 // Dot products do not care about the order; q and the accumulators keep it, and outputs go back through lane_element.
 template <class T>
 inline int lane_element(int lane) {
