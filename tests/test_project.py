@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == wavefill.__version__
     assert f"## [{wavefill.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("wheel", "built"), [
+    ("cp311-manylinux_x86_64", True), ("cp312-manylinux_x86_64", True), ("cp311-macosx_arm64", True),
+    ("cp312-win_amd64", False), ("cp311-win32", False), ("cp312-musllinux_x86_64", False),
+    ("cp313-manylinux_x86_64", False),
+])
+def test_wheels_are_built_where_the_sources_compile(wheel: str, built: bool) -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"]
+    chosen, left_out = (any(fnmatch(wheel, pattern) for pattern in config[key]) for key in ("build", "skip"))
+    assert (chosen and not left_out) == built
 
 
 def preflight() -> Any:
