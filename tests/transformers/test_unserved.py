@@ -114,6 +114,14 @@ def test_an_attention_that_goes_past_wavefill_is_refused(layer: int, monkeypatch
     assert torch.equal(tokens(model, plain(), 6), tokens(stock("llama"), plain(), 6))
 
 
+def test_a_model_that_was_moved_to_another_dtype_since_enable() -> None:
+    model = enable(fresh("llama"))
+    with pytest.raises(InvalidType, match=r"model: must compute in .*float64.*Call model\.to\(torch\.float32\)"):
+        tokens(model.double(), plain(), 2)
+    assert torch.equal(tokens(model.float(), plain(), 6), tokens(stock("llama"), plain(), 6))
+    tokens(model.half(), plain(), 2)
+
+
 def test_layers_dropped_since_enable_are_noticed() -> None:
     model = enable(fresh("llama"))
     layers, model.model.layers = model.model.layers, model.model.layers[:2]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from wavefill.cache import PagedKVCache
+from wavefill.checks import DTYPE_NAMES
 from wavefill.integrations.transformers import kernels
 from wavefill.pages import picks_of
-from wavefill.spec import invalid
+from wavefill.spec import invalid, invalid_type
 
 #: A pool that is full grows to this many times what is needed, so that the copies add up to a constant a token.
 GROWTH = 1.5
@@ -243,6 +244,9 @@ class Rows:
         """Slots for the step's real tokens, at the first layer, when sizes and dtype are known."""
         if key.device.type != "cpu":
             raise invalid("model", "must be on the CPU in this version", key.device, "Call model.to('cpu').")
+        if key.dtype not in DTYPE_NAMES:
+            raise invalid_type("model", f"must compute in {', '.join(DTYPE_NAMES.values())}", key.dtype,
+                               "Call model.to(torch.float32).")
         self._changing = True
         if self._pages is None or (not self.slots and not self._takes(key, value)):
             self._pages = PagedKVCache(
