@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from test_cache import append, assert_holds, make, state, tokens
-from wavefill import BackendUnavailable, InvalidArgument, InvalidType, OutOfPages, PagedKVCache, WavefillError
+from test_cache import KH, D, append, assert_holds, make, state, tokens
+from wavefill import (
+    BackendUnavailable,
+    InvalidArgument,
+    InvalidType,
+    OutOfPages,
+    PagedKVCache,
+    WavefillError,
+    decode_attention,
+)
 
 HUGE = 2**70
 
@@ -133,6 +141,14 @@ def test_an_index_of_no_positions(index: Any) -> None:
         with pytest.raises(InvalidArgument, match="index: must hold numbers from 0 to 1; got"):
             cache.reorder(requests, outside)
     assert cache.reorder(requests, np.array([1, 0])) == requests[::-1]
+
+
+def test_a_cache_without_pages_has_no_range_of_page_ids() -> None:
+    cache = make(0)
+    assert cache.block_table(cache.add()).tolist() == [[-1]]
+    one = torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(InvalidArgument, match=r"block_table\[0, 0\]: must not be read, as there are no pages; got 1"):
+        decode_attention(torch.ones(1, KH, D), cache.view(), None, one[0], one)
 
 
 def test_nothing_to_pick_from() -> None:
