@@ -188,6 +188,20 @@ def test_any_terminal_will_do(variables: dict[str, str], arguments: list[str], t
         assert done.stdout.isascii()
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_no_output_at_all_is_no_error(more: list[str]) -> None:
+    done = python("import sys; sys.stdout = None; from wavefill.cli import main; main()", "explain", "--lens", "9", *more)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [("generate", "--prompt", "~nobody-of-this-name/x"),
+                                       ("generate", "--model", "~nobody-of-this-name/x")], ids=lambda words: words[1])
+def test_the_home_of_nobody_is_a_path_like_any(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "~nobody-of-this-name/x" in result.stderr
+
+
 def test_text_of_a_model_goes_to_any_terminal() -> None:
     code = ("import sys, typer; from wavefill.cli import _errors; app = typer.Typer(); "
             "app.command()(lambda: sys.stdout.write('\\u201cOh dear\\u201d')); _errors.run(app)")
@@ -216,6 +230,8 @@ def test_environment_variables_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert env.get("WAVEFILL_DEBUG") is None
     monkeypatch.setenv("WAVEFILL_CACHE_DIR", str(tmp_path))
     assert env.cache_dir() == tmp_path
+    monkeypatch.setenv("WAVEFILL_CACHE_DIR", "~nobody-of-this-name/x")
+    assert str(env.cache_dir()) == "~nobody-of-this-name/x"
     monkeypatch.delenv("WAVEFILL_CACHE_DIR")
     assert env.cache_dir().name == "wavefill"
     with pytest.raises(KeyError):

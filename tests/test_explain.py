@@ -174,6 +174,7 @@ def test_bad_arguments_are_named(change, words):
     ({"tile": 32.0}, "tile: must be an int; got 32.0"),
     ({"HQ": "32"}, "HQ: must be an int; got '32'"),
     ({"KH": None}, "KH: must be an int; got None"),
+    ({"latent": "no"}, "latent: must be a bool; got 'no'"),
     ({"read_bandwidth": "fast"}, "read_bandwidth: must be a float or None; got str"),
 ])
 def test_what_has_another_type_is_named(change, words):

@@ -52,7 +52,7 @@ def get(name: str) -> str | int | bool | Path | None:
         if not text.isdecimal() or int(text) < 1:
             raise invalid(name, "must be a whole number from 1", repr(text), "Set a number, or unset it.")
         return int(text)
-    return Path(text).expanduser() if variable.type is Path else text
+    return Path(os.path.expanduser(text)) if variable.type is Path else text
 
 
 def flag(name: str) -> bool:

@@ -215,6 +215,9 @@ class AttentionSpec:
         for name in ("HQ", "KH", "D", "DV", "q_len"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         _hold_whole(self, "", "page_size", "window")
+        for name in ("causal", "latent"):
+            if type(getattr(self, name)) is not bool:
+                raise invalid_type(name, "must be a bool", repr(getattr(self, name)), "Give True or False.")
         if self.HQ % self.KH:
             raise invalid("HQ", f"must be a multiple of KH ({self.KH})", self.HQ,
                           "Each KV head serves the same number of query heads.")

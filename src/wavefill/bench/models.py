@@ -35,7 +35,7 @@ def resolve(model: str, report: Report) -> Path:
     """
     if model == "smollm2":
         return _converted(smollm2_gguf(), "smollm2-135m-instruct", report)
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if not (folder / "config.json").is_file():
         raise invalid("model", 'must be "smollm2" or a folder that holds a config.json', repr(model),
                       "Save a model and its tokenizer there with save_pretrained().")

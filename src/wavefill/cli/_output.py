@@ -20,7 +20,7 @@ Report = Callable[[str, float], None]
 
 def print_json(value: Any) -> None:
     """Write `value` to stdout as JSON, and nothing else."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    typer.echo(json.dumps(value, indent=2, default=str))
 
 
 def save_json(path: Path, value: Any) -> None:

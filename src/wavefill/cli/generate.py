@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -90,7 +91,7 @@ def generate(
 def _read(prompt: str | None) -> str | None:
     if prompt is None:
         return None
-    raw = sys.stdin.buffer.read() if prompt == "-" else Path(prompt).expanduser().read_bytes()
+    raw = sys.stdin.buffer.read() if prompt == "-" else Path(os.path.expanduser(prompt)).read_bytes()
     try:
         return raw.decode("utf-8").removesuffix("\n")  # the end of the last line is no part of a question
     except UnicodeDecodeError as error:
@@ -174,8 +175,7 @@ def _stream(tokenizer: Any, model: Any, quiet: bool, before: Callable[[], None])
             return
         text = tokenizer.decode(ids, skip_special_tokens=True)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
+            typer.echo(text[shown:], nl=False)
             shown = len(text)
 
     return on_token
