@@ -170,6 +170,18 @@ def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
                 DTYPE_CODES[outs.dtype], torch.get_num_threads())
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x @ weight.T + bias for a few rows, written into `out`; the weights are read once, sums are in float32.
+
+    x:      [M, K]; weight: [N, K]; bias: [N], contiguous, or None; out: [M, N]. One dtype of fp32, fp16 and bf16; last
+            strides are 1.
+    """
+    _core.linear(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), *x.shape,
+        weight.shape[0], x.stride(0), weight.stride(0), out.stride(0), DTYPE_CODES[x.dtype], torch.get_num_threads(),
+    )
+
+
 def read_bandwidth(buffer: Tensor, threads: int | None = None) -> float:
     """Bytes per second of one pass over a contiguous buffer with every thread reading."""
     return float(_core.read_bandwidth(buffer.data_ptr(), buffer.numel() * buffer.element_size(),

@@ -22,6 +22,10 @@ def append(
 def merge(
     outs: int, lses: int, out: int, lse: int, n: int, rows: int, d: int, dtype: int, threads: int, /
 ) -> None: ...
+def linear(
+    x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, x_row: int, weight_row: int,
+    out_row: int, dtype: int, threads: int, /,
+) -> None: ...
 def read_bandwidth(data: int, nbytes: int, threads: int, /) -> float:
     """Bytes per second of one pass."""
 

@@ -2,6 +2,7 @@
 // one KV head, in float32. Compiled once per instruction set with WF_ISA as its name.
 #include "kernel.h"
 
+#include "linear.h"
 #include "tile.h"
 
 namespace wf {
@@ -249,6 +250,24 @@ void merge(const char *outs, const float *lses, char *out, float *lse, int64_t n
   }
 }
 
+int64_t linear_floats(const Linear &l) { return ::linear_floats(l); }
+
+void spread(const Linear &l) {
+  switch (l.dtype) {
+    case DType::f32: return ::spread<float>(l, l.lanes);
+    case DType::f16: return ::spread<f16>(l, l.lanes);
+    case DType::bf16: return ::spread<bf16>(l, l.lanes);
+  }
+}
+
+void linear(const Linear &l, int64_t begin, int64_t end) {
+  switch (l.dtype) {
+    case DType::f32: return linear_typed<float>(l, begin, end);
+    case DType::f16: return linear_typed<f16>(l, begin, end);
+    case DType::bf16: return linear_typed<bf16>(l, begin, end);
+  }
+}
+
 float read(const char *data, int64_t bytes) {
   // Two streams of plain loads: what the hardware prefetches by itself is faster than anything that asks for it.
   const int64_t n = bytes / 4, half = n / 2, step = 4 * kW;
@@ -272,7 +291,7 @@ float read(const char *data, int64_t bytes) {
 
 }  // namespace
 
-extern const Kernel kernel = {WF_TEXT(WF_ISA), partial_floats, scratch_bytes, run, merge, read};
+extern const Kernel kernel = {WF_TEXT(WF_ISA), partial_floats, scratch_bytes, run, merge, linear_floats, spread, linear, read};
 
 }  // namespace WF_ISA
 }  // namespace wf

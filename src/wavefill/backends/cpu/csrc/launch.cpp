@@ -244,6 +244,40 @@ void merge_states(const char *outs, const float *lses, char *out, float *lse, in
   run_parallel((int)std::min<int64_t>(threads, (rows + call.block - 1) / call.block), merge_work, &call);
 }
 
+// --- linear layers of a few rows ---------------------------------------------------------------------------------
+
+namespace {
+
+struct LinearCall {
+  const Kernel *kernel;
+  Linear l;
+  int64_t block;
+  std::atomic<int64_t> next{0};
+};
+
+void linear_work(void *arg) {
+  LinearCall &c = *(LinearCall *)arg;
+  for (int64_t begin; (begin = c.next.fetch_add(c.block)) < c.l.outs;)
+    c.kernel->linear(c.l, begin, std::min(begin + c.block, c.l.outs));
+}
+
+}  // namespace
+
+void linear(Linear l, int threads) {
+  static thread_local std::vector<float> lanes;
+  if (!l.rows || !l.outs) return;
+  LinearCall call;
+  call.kernel = &kernel();
+  lanes.resize((size_t)(call.kernel->linear_floats(l) * l.rows));
+  l.lanes = lanes.data();
+  call.kernel->spread(l);
+  call.l = l;
+  // Outputs at a time: some 256 KB of weights, and a multiple of all that a pass makes.
+  call.block = std::max<int64_t>(1, (256 << 10) / 12 / std::max<int64_t>(1, l.in * element_bytes(l.dtype))) * 12;
+  const bool small = l.outs * l.in * element_bytes(l.dtype) < kAloneBytes;
+  run_parallel(small ? 1 : (int)std::min<int64_t>(threads, (l.outs + call.block - 1) / call.block), linear_work, &call);
+}
+
 // --- read bandwidth ---------------------------------------------------------------------------------------------
 
 namespace {

@@ -37,6 +37,7 @@ void build_rows(const Problem &p, std::vector<Row> &rows);
 Report attention(const Problem &p, Kind kind, int64_t param, int64_t workers, int threads);
 void merge_states(const char *outs, const float *lses, char *out, float *lse, int64_t n, int64_t rows, int64_t d,
                   DType dtype, int threads);
+void linear(Linear l, int threads);
 double read_bytes_per_second(const char *data, int64_t bytes, int threads);
 
 // K or V of new tokens, [n, heads, width], on their way into a cache.

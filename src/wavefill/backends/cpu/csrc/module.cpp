@@ -103,6 +103,14 @@ void merge(uintptr_t outs, uintptr_t lses, uintptr_t out, uintptr_t lse, int64_t
                    rows, d, (wf::DType)dtype, threads);
 }
 
+void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows, int64_t in, int64_t outs,
+            int64_t x_row, int64_t weight_row, int64_t out_row, int dtype, int threads) {
+  nb::gil_scoped_release release;
+  wf::linear({pointer<const char>(x), pointer<const char>(weight), pointer<const char>(bias), pointer<char>(out),
+              nullptr, rows, in, outs, x_row, weight_row, out_row, (wf::DType)dtype},
+             threads);
+}
+
 double read_bandwidth(uintptr_t data, int64_t bytes, int threads) {
   nb::gil_scoped_release release;
   return wf::read_bytes_per_second(pointer<const char>(data), bytes, threads);
@@ -127,6 +135,7 @@ NB_MODULE(_core, m) {
   m.def("rows", &rows, nb::arg("seq_lens"), nb::arg("cu_q"), nb::arg("group"), nb::arg("causal"), nb::arg("window"));
   m.def("append", &append);
   m.def("merge", &merge);
+  m.def("linear", &linear);
   m.def("read_bandwidth", &read_bandwidth);
   m.def("isa", [] { return std::string(wf::kernel().name); });
   m.def("isas", &isas);

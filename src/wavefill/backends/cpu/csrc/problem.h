@@ -45,6 +45,16 @@ struct Segment {
   int64_t partial;  // slot of its partial state, or -1 when it covers its (row, head) alone
 };
 
+// y = x W' + bias for a few rows of x: out [rows, outs], x [rows, in], weight [outs, in], bias [outs] or null.
+struct Linear {
+  const char *x, *weight, *bias;
+  char *out;
+  float *lanes;  // x as the kernel reads it: linear_floats of its kind a row
+  int64_t rows, in, outs;
+  int64_t x_row, weight_row, out_row;  // strides in elements; the last dimensions lie side by side
+  DType dtype;
+};
+
 // All segments of one (row, head); the last worker to finish one of them merges them in order.
 struct Group {
   int64_t first, count;  // segments
