@@ -171,6 +171,7 @@ BAD: dict[str, tuple[dict[str, Any], type[WavefillError], str, str]] = {
     # options
     "impl-array": (paged(impl=np.zeros(2)), InvalidType, "impl: must be a name", "ndarray"),
     "softmax-array": (paged(softmax=np.zeros(2)), InvalidArgument, "softmax: is not in this version", "array("),
+    "schedule-surrogate": (paged(schedule="\ud800"), InvalidArgument, "schedule: must be one of 'auto'", r"'\ud800'"),
     "schedule": (paged(schedule="best"), InvalidArgument, "schedule: must be one of 'auto', 'fixed'", "'best'"),
     "gradient": (paged(q=Q.clone().requires_grad_(), out=torch.empty(B, HQ, DV)), InvalidArgument,
                  "q: wavefill is for inference", "a tensor that requires grad"),
@@ -291,7 +292,7 @@ def _the_operators_own() -> list[str]:
     return [
         kind for kind, (arguments, error, rule, _) in BAD.items()
         if names.issuperset(arguments) and (error is InvalidArgument or "dtype" in rule) and kind != "pages-and-v"
-        and not kind.endswith(("-huge", "-below", "-endless"))
+        and not kind.endswith(("-huge", "-below", "-endless", "-surrogate"))
     ]
 
 

@@ -190,7 +190,8 @@ def test_any_terminal_will_do(variables: dict[str, str], arguments: list[str], t
 
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
 def test_no_output_at_all_is_no_error(more: list[str]) -> None:
-    done = python("import sys; sys.stdout = None; from wavefill.cli import main; main()", "explain", "--lens", "9", *more)
+    done = python("import sys; sys.stdout = None; from wavefill.cli import main; main()",
+                  "explain", "--lens", "9", *more)
     assert (done.returncode, done.stderr) == (0, "")
 
 

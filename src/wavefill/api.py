@@ -338,7 +338,7 @@ def _call(
         raise invalid_type("return_lse", "must be a bool", repr(return_lse), "Pass True or False.")
     if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise _no_such_impl(impl)
-    text = schedule if isinstance(schedule, str) else ops.encode_schedule(schedule)
+    text = schedule if isinstance(schedule, str) and schedule.isascii() else ops.encode_schedule(schedule)
     arguments = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v, text,
                  max_seq_len, max_q_len)
     if out is not None:

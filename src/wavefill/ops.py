@@ -48,7 +48,7 @@ _CALL = (
 
 def encode_schedule(schedule: object) -> str:
     """A schedule as an operator takes it: "stream_k", "fixed:splits=4". Names pass; `decode_schedule` checks them."""
-    if isinstance(schedule, str):
+    if isinstance(schedule, str) and schedule.isascii():  # an operator does not take every other character
         return schedule
     parsed = parse_schedule(schedule)
     if isinstance(parsed, StreamK):
