@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import pickle
 import subprocess
 import sys
 import threading
@@ -241,10 +240,9 @@ def test_copies_and_pickles_of_an_enabled_model_are_enabled() -> None:
 
 
 LOAD = """
-import json, pickle, sys, torch
+import json, sys, torch
 torch.set_num_threads(1)
-with open(sys.argv[1], "rb") as file:
-    model = pickle.load(file) if sys.argv[2] == "pickle" else torch.load(file, weights_only=False)
+model = torch.load(sys.argv[1], weights_only=False)
 from wavefill.integrations.transformers import disable, kernels
 from wavefill.integrations.transformers.continuous import attention
 calls = []
@@ -262,17 +260,12 @@ assert "init_continuous_batching" not in vars(model) and model.config._attn_impl
 """
 
 
-@pytest.mark.parametrize("way", ["pickle", "torch.save"])
-def test_a_pickled_model_runs_in_a_process_that_has_enabled_none(tmp_path: Path, way: str) -> None:
+def test_a_pickled_model_runs_in_a_process_that_has_enabled_none(tmp_path: Path) -> None:
     model = enable(fresh("llama"))
     model.generation_config.update(max_new_tokens=6, do_sample=False, eos_token_id=-1,
                                    continuous_batching_config=settings())
-    file = tmp_path / "model"
-    if way == "pickle":
-        file.write_bytes(pickle.dumps(model))
-    else:
-        torch.save(model, file)
-    done = subprocess.run([sys.executable, "-c", LOAD, str(file), way], capture_output=True, text=True)
+    torch.save(model, tmp_path / "model")
+    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "model")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     want = tokens(stock("llama"), torch.tensor([[5, 6, 7]]), 6)[0].tolist()
     assert json.loads(done.stdout.splitlines()[-1]) == [want, None, want[3:], ["attention", "run"]]
