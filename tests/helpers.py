@@ -314,36 +314,38 @@ def expect(case: Case) -> Expected:
     """The float64 reference, and bounds from what PyTorch loses in the case's dtype on the same data.
 
     The bound of a (token, head) is twice PyTorch's largest error over the heads of that token, plus one unit in the
-    last place of the output's dtype at the row's largest value, plus two units of the float32 sums (PyTorch may happen
-    to be exact on a few numbers); likewise for the LSE, with one unit of the dot products behind it. Each token has
+    last place of the output's dtype at the row's largest value, plus two units of the float32 sums and one of the float32
+    scores (PyTorch may happen to be exact on a few numbers); likewise for the LSE, with one unit of the dot products
+    behind it. Each token has
     its own: an output over 1,000 keys is small, and a bound from a row with one key would hide a lost key there.
     """
     out, lse = reference.attention(*case.tensors(), **case.options())
-    base_out, base_lse, mass, dot_mass = torch_attention(case)
+    base_out, base_lse, mass, score_mass, dot_mass = torch_attention(case)
     unit, unit32 = torch.finfo(case.q.dtype).eps, torch.finfo(torch.float32).eps
     seen = lse > -math.inf
     error = (base_out.double() - out).abs().amax(-1) if out.shape[-1] else torch.zeros_like(lse)
     lse_error = torch.where(seen, (base_lse.double() - lse).abs(), 0.0)
     if not lse.numel():
         return Expected(out, error, lse, lse_error)
-    out_bound = 2 * error.amax(1, keepdim=True) + unit * out.abs().amax(-1) + 2 * unit32 * mass
+    out_bound = 2 * error.amax(1, keepdim=True) + unit * out.abs().amax(-1) + unit32 * (2 * mass + score_mass)
     lse_bound = 2 * lse_error.amax(1, keepdim=True)
     lse_bound = lse_bound + unit32 * (torch.where(seen, lse.abs(), 0.0).clamp(min=1.0) + dot_mass)
     return Expected(out, out_bound, lse, lse_bound)
 
 
-def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention as PyTorch computes it in the case's dtype: float32 scores and sums, probabilities in the dtype.
 
-    Returns (out [T, HQ, DV] in the dtype, lse [T, HQ] float32, mass [T, HQ], dot_mass [T, HQ]). The rounding of sums is
-    proportional to the last two: the largest sum of p |v| of a row, and a bound of scale |q|.|k| over its keys.
+    Returns (out [T, HQ, DV] in the dtype, lse [T, HQ] float32, mass, score_mass and dot_mass [T, HQ]). Rounding is
+    proportional to the last three: that of P.V to the largest sum of p |v| of a row, that of a finished score to the
+    largest sum of p |score| |v|, and that of a dot product to a bound of scale |q|.|k| over the row's keys.
     """
     dtype = case.q.dtype
     starts = range(len(case.seq_lens) + 1) if case.cu_seqlens_q is None else case.cu_seqlens_q.tolist()
     scale = case.q.shape[-1] ** -0.5 if case.scale is None else case.scale
     out = torch.zeros(case.out_shape, dtype=dtype)
     lse = torch.full(case.out_shape[:2], -math.inf)
-    mass, dot_mass = torch.zeros(case.out_shape[:2]), torch.zeros(case.out_shape[:2])
+    mass, score_mass, dot_mass = (torch.zeros(case.out_shape[:2]) for _ in range(3))
     for b, length in enumerate(case.seq_lens.tolist()):
         tokens = slice(starts[b], starts[b + 1])
         queries = case.q[tokens]
@@ -373,10 +375,12 @@ def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = v.float().transpose(0, 1)
         out[tokens] = (packed(p @ values) / packed(total)).to(dtype)
         mass[tokens] = (packed(p @ values.abs()) / packed(total)).amax(-1)
+        sizes = torch.where(scores == -math.inf, 0.0, scores.abs()).flatten(1, 2)
+        score_mass[tokens] = (packed((p * sizes) @ values.abs()) / packed(total)).amax(-1)
         longest = k.float().norm(dim=-1).amax(0).repeat_interleave(queries.shape[1] // KH)
         dot_mass[tokens] = abs(scale) * queries.float().norm(dim=-1) * longest
         lse[tokens] = packed(torch.where(top == -math.inf, top, top + total.log())).squeeze(-1)
-    return out, lse, mass, dot_mass
+    return out, lse, mass, score_mass, dot_mass
 
 
 def dense(case: Case, b: int) -> tuple[Tensor, Tensor]:
