@@ -314,10 +314,10 @@ def expect(case: Case) -> Expected:
     """The float64 reference, and bounds from what PyTorch loses in the case's dtype on the same data.
 
     The bound of a (token, head) is twice PyTorch's largest error over the heads of that token, plus one unit in the
-    last place of the output's dtype at the row's largest value, plus two units of the float32 sums and one of the float32
-    scores (PyTorch may happen to be exact on a few numbers); likewise for the LSE, with one unit of the dot products
-    behind it. Each token has
-    its own: an output over 1,000 keys is small, and a bound from a row with one key would hide a lost key there.
+    last place of the output's dtype at the row's largest value, plus two units of the float32 sums and one of the
+    float32 scores (PyTorch may happen to be exact on a few numbers); likewise for the LSE, with one unit of the dot
+    products behind it. Each token has its own: an output over 1,000 keys is small, and a bound from a row with one key
+    would hide a lost key there.
     """
     out, lse = reference.attention(*case.tensors(), **case.options())
     base_out, base_lse, mass, score_mass, dot_mass = torch_attention(case)

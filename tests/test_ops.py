@@ -66,9 +66,10 @@ def test_fake_results_have_the_real_ones_shape_dtype_and_strides(kind: str) -> N
 def test_schemas_declare_what_is_written() -> None:
     written = {
         name: [a.name for a in getattr(WAVEFILL, name).default._schema.arguments if a.alias_info is not None]
-        for name in ("attention", "attention_out", "append", "merge_states")
+        for name in ("attention", "attention_out", "append", "merge_states", "flat_linear")
     }
-    assert written == {"attention": [], "attention_out": ["out"], "append": ["k_cache", "v_cache"], "merge_states": []}
+    assert written == {"attention": [], "attention_out": ["out"], "append": ["k_cache", "v_cache"], "merge_states": [],
+                       "flat_linear": []}
 
 
 # ---- torch.compile
@@ -207,7 +208,7 @@ def test_other_devices_are_refused_by_name() -> None:
 def test_the_dispatcher_reaches_the_refusal_where_no_kernel_is() -> None:
     with pytest.raises(BackendUnavailable, match="got cuda:3"):
         ops._elsewhere(ops.merge_states)(torch.empty(1), _OnAGpu())
-    for name in ("attention", "attention_out", "append", "merge_states"):
+    for name in ("attention", "attention_out", "append", "merge_states", "flat_linear"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"wavefill::{name}", "CompositeExplicitAutograd")
 
 

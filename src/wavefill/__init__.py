@@ -22,7 +22,7 @@ from wavefill.spec import (
 )
 
 if TYPE_CHECKING:
-    from wavefill.api import attention, decode_attention, merge_states
+    from wavefill.api import attention, decode_attention, flat_linear, merge_states
     from wavefill.cache import KVPages, PagedKVCache
     from wavefill.select import Choice, explain
 
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "attention": "wavefill.api",
     "decode_attention": "wavefill.api",
+    "flat_linear": "wavefill.api",
     "merge_states": "wavefill.api",
     "KVPages": "wavefill.cache",
     "PagedKVCache": "wavefill.cache",
@@ -56,6 +57,7 @@ __all__ = [
     "attention",
     "decode_attention",
     "explain",
+    "flat_linear",
     "merge_states",
 ]
 

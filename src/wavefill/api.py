@@ -285,8 +285,27 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if type(lses) is not Tensor:
         _tensor("lses", lses, "Stack the states with torch.stack.")
     if _wants_grad(outs, lses):
-        return _NoBackward.apply(ops.merge_states, outs, lses)  # type: ignore[no-any-return, no-untyped-call]
+        return _NoBackward.apply("outs", ops.merge_states, outs, lses)  # type: ignore[no-any-return, no-untyped-call]
     return ops.merge_states(outs, lses)  # type: ignore[no-any-return]
+
+
+def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias for up to 64 rows of x, with every weight read once: the linear layer of a decoding step.
+
+    x:      [..., K], fp32, fp16 or bf16, at most 64 rows in its leading dimensions together.
+    weight: [N, K], as torch.nn.Linear keeps it; any strides, read in place when the last one is 1.
+    bias:   [N], or None.
+
+    Returns [..., N] in that dtype; sums are in float32. All tensors live on the CPU and have one dtype.
+    Raises InvalidArgument or InvalidType for shapes, dtypes and devices that break these rules, and under autograd.
+    """
+    _tensor("x", x)
+    _tensor("weight", weight)
+    if bias is not None:
+        _tensor("bias", bias, "Pass a torch.Tensor or None.")
+    if _wants_grad(x, weight, bias):
+        return _NoBackward.apply("x", ops.flat_linear, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    return ops.flat_linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def _call(
@@ -347,7 +366,7 @@ def _call(
         lse = ops.attention_out(*arguments, out=out)
         return (out, lse) if return_lse else out
     if _wants_grad(q, k_cache, v_cache):
-        fresh, lse = _NoBackward.apply(ops.attention, *arguments)  # type: ignore[no-untyped-call]
+        fresh, lse = _NoBackward.apply("q", ops.attention, *arguments)  # type: ignore[no-untyped-call]
     else:
         fresh, lse = ops.attention(*arguments)
     return (fresh, lse) if return_lse else fresh
@@ -367,12 +386,13 @@ class _NoBackward(torch.autograd.Function):
     """Runs an operator and leaves a node in the graph, so that a backward pass stops with a reason, not in silence."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:
+    def forward(ctx: Any, name: str, operator: Any, *arguments: Any) -> Any:
+        ctx.name = name
         return operator(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise checks.no_gradient()
+        raise checks.no_gradient(ctx.name)
 
 
 # ---- errors

@@ -22,6 +22,9 @@ from wavefill.spec import DTYPE_BYTES, BackendUnavailable, InvalidArgument, comp
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
 DEVICES = ("cpu",)
 
+#: Rows that a flat linear layer takes.
+MAX_ROWS = 64
+
 _INT32 = torch.int32
 _INT64 = torch.int64
 _FLOAT32 = torch.float32
@@ -203,6 +206,40 @@ def merge_states(outs: Tensor, lses: Tensor) -> None:
         raise no_gradient("outs")
     if forward_ad._current_level >= 0:
         _no_tangents(outs=outs, lses=lses)
+
+
+def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Checks one linear layer of a few rows. Arguments are those of the operator."""
+    if weight.dim() != 2 or not weight.shape[1]:
+        raise _shape("weight", "[N, K] with K at least 1", weight.shape, "It is laid out as in torch.nn.Linear.")
+    N, K = weight.shape
+    if x.dim() < 1 or x.shape[-1] != K:
+        raise _shape("x", f"[..., K] with weight's K of {K}", x.shape, "Its last dimension is the one that is summed.")
+    rows = x.shape[:-1].numel()
+    if rows > MAX_ROWS:
+        raise invalid("x", f"must have at most {MAX_ROWS} rows", f"{rows} in {_size(x.shape)}",
+                      "Use torch.nn.functional.linear for larger batches.")
+    if bias is not None and bias.shape != (N,):
+        raise _shape("bias", f"[N] = [{N}]", bias.shape, "Leave it out if the layer has none.")
+    dtype, device = weight.dtype, weight.device
+    if dtype not in DTYPE_NAMES:
+        raise invalid_type("weight", f"dtype must be one of {', '.join(DTYPE_BYTES)}", dtype,
+                           "Convert with .to(dtype).")
+    if device != _CPU and device.type not in _RUNS_ON:
+        raise unavailable(device)
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise _dtype(name, f"that of weight ({dtype})", tensor, f"Convert it with .to({dtype}).")
+        if tensor.device != device:
+            raise _device(name, tensor, device)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        raise no_gradient("weight" if weight.requires_grad else "x" if x.requires_grad else "bias")
+    if forward_ad._current_level >= 0:
+        _no_tangents(x=x, weight=weight, bias=bias)
 
 
 def _lengths(seq_lens: Tensor, device: torch.device) -> int:

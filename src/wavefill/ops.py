@@ -8,6 +8,7 @@ wavefill::attention(q, k_cache, v_cache, seq_lens, ...) -> (out, lse)
 wavefill::attention_out(..., out) -> lse          writes out
 wavefill::append(k_cache, v_cache, k, v, slots)   writes the caches
 wavefill::merge_states(outs, lses) -> (out, lse)
+wavefill::flat_linear(x, weight, bias) -> out
 """
 
 from __future__ import annotations
@@ -268,6 +269,27 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
+# ---- linear layers of a few rows
+
+
+def _flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    checks.flat_linear(x, weight, bias)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    cpu.linear(_unit(x.reshape(-1, x.shape[-1])), _unit(weight), None if bias is None else bias.contiguous(),
+               out.view(-1, weight.shape[0]) if out.numel() else out.new_empty(0, weight.shape[0]))
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    """The tensor with unit last stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flat_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    checks.flat_linear(x, weight, bias)
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 # ---- registration
 
 #: Where the dispatcher goes with tensors that no kernel takes: other devices and layouts, and nested tensors.
@@ -351,3 +373,5 @@ append = _register(
 )
 merge_states = _register("merge_states(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)",
                          _merge_states, _merge_states_fake)
+flat_linear = _register("flat_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+                        _flat_linear, _flat_linear_fake)
