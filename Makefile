@@ -15,6 +15,8 @@ TOKENS ?= 64
 # bfloat16 and both work too, but PyTorch multiplies bfloat16 matrices so slowly on a CPU without AVX-512 BF16 that a long
 # prompt takes an hour before the first token.
 DTYPE ?= float32
+# wavefill's side reads the weights once a step; torch leaves the linear layers to PyTorch, as on sdpa's side.
+LINEAR ?= flat
 DEMO_JSON ?= demo.json
 
 # Arguments of pytest: what to run, and how. Two processes use two cores better than one does; many more gain nothing.
@@ -45,8 +47,8 @@ help:
 	@echo 'make clean              remove environments and everything that was built'
 
 demo: $(DEMO)/.installed
-	$(DEMO)/bin/wavefill generate --model smollm2 --compare sdpa --dtype $(DTYPE) --context $(CONTEXT) \
-		--max-new-tokens $(TOKENS) --output $(DEMO_JSON)
+	$(DEMO)/bin/wavefill generate --model smollm2 --compare sdpa --dtype $(DTYPE) --linear $(LINEAR) \
+		--context $(CONTEXT) --max-new-tokens $(TOKENS) --output $(DEMO_JSON)
 
 test: $(DEV)/.installed
 	$(MAKE) lint

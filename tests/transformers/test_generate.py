@@ -24,6 +24,7 @@ from tiny import (
     padded,
     plain,
     stock,
+    teacher_forced,
     tokens,
 )
 from torch import Tensor
@@ -104,18 +105,6 @@ def test_decoding_runs_in_wavefill_once_a_layer_and_step(family: str, monkeypatc
     tokens(enable(fresh(family)), plain(4), 11)
     heads = stock(family).config.num_attention_heads
     assert [shape[:2] for shape in calls] == [(1, heads)] * (3 * 10)
-
-
-def teacher_forced(model: PreTrainedModel, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
-    """Logits of every position at which all rows have a token: a prompt, four tokens at once, then one by one."""
-    parts, cache, start = [], None, 0
-    with torch.inference_mode():
-        for stop in (prompt, prompt + 4, *range(prompt + 5, ids.shape[1] + 1)):
-            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache},
-                        position_ids=(mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:])
-            parts.append(out.logits)
-            cache, start = out[CACHE], stop
-    return torch.cat(parts, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -139,6 +139,44 @@ def test_other_tokens_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "error: the tokens differ from sdpa's" in result.stderr
 
 
+@pytest.mark.parametrize("linear", ["torch", "flat"])
+def test_linear_layers_are_switched_for_wavefills_blocks_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, linear: str
+) -> None:
+    blocks: list[tuple[str, set[str]]] = []
+    real = decoding._greedy  # called within each block, once the model was turned to its way
+
+    def noted(model: Any, *arguments: Any) -> Any:
+        kinds = {type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.Linear)}
+        blocks.append((model.config._attn_implementation, kinds))
+        return real(model, *arguments)
+
+    monkeypatch.setattr(decoding, "_greedy", noted)
+    result = generate(folder, "--compare", "sdpa", "--context", "200", "--max-new-tokens", "20", "--json",
+                      "--linear", linear)
+    found = json.loads(result.stdout)
+    assert found["linear"] == linear
+    assert found["runs"][0]["tokens"]["identical"]
+    ours, theirs = ("wavefill", {"FlatLinear" if linear == "flat" else "Linear"}), ("sdpa", {"Linear"})
+    assert blocks == [ours, theirs] * 2 + [theirs, ours] * 2  # two rounds at 64, blocks of 16 and 4 at 200
+
+
+def test_flat_linear_layers_without_a_comparison(folder: Path) -> None:
+    arguments = ("--context", "150", "--max-new-tokens", "30", "--linear")
+    texts = [json.loads(generate(folder, *arguments, linear, "--json").stdout)["runs"][0]["text"]
+             for linear in ("torch", "flat")]
+    assert texts[0] == texts[1]
+    assert "wavefill with --linear flat" in generate(folder, *arguments, "flat").stdout
+    assert "wavefill with --linear torch" in generate(folder, "--context", "150", "--max-new-tokens", "2").stdout
+
+
+def test_other_linear_layers_are_refused(folder: Path) -> None:
+    result = runner.invoke(cli.app, ["generate", "--model", str(folder), "--linear", "int8"])
+    assert result.exit_code == 2
+    assert "--linear: must be one of torch, flat; got 'int8'. Use one of these." in result.stderr
+    assert "Traceback" not in result.output
+
+
 def test_tokens_are_those_of_plain_generate(folder: Path) -> None:
     found = json.loads(generate(folder, "--context", "150", "--max-new-tokens", "30", "--json").stdout)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -97,6 +97,18 @@ def tokens(model: PreTrainedModel, inputs: Tensor | dict[str, Tensor], new: int 
     return out
 
 
+def teacher_forced(model: PreTrainedModel, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
+    """Logits of every position at which all rows have a token: a prompt, four tokens at once, then one by one."""
+    parts, cache, start = [], None, 0
+    with torch.inference_mode():
+        for stop in (prompt, prompt + 4, *range(prompt + 5, ids.shape[1] + 1)):
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache},
+                        position_ids=(mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:])
+            parts.append(out.logits)
+            cache, start = out[CACHE], stop
+    return torch.cat(parts, 1)
+
+
 _expected: dict[Any, Tensor] = {}
 
 

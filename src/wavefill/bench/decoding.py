@@ -51,7 +51,7 @@ class Decoder:
     """One way to decode a model, with the tokens, logits and times that it has produced.
 
     prompt:   token ids.
-    attach:   turns the model's attention to this way; called before each block.
+    attach:   turns the model's attention and linear layers to this way; called before each block.
     tokens:   new ids so far.
     logits:   float32 [vocabulary] of each new token.
     first:    seconds to the first token, prefill included.

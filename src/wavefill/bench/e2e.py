@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,28 +102,31 @@ def load(folder: Path, dtype: str) -> Any:
         folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True).eval()
 
 
-def decode(model: Any, prompt: list[int], new_tokens: int, on_token: OnToken) -> tuple[Timing, tuple[int, ...]]:
-    """Decode `prompt` through wavefill alone, up to the model's end of text."""
-    decoder = _wavefill(model, prompt)
+def decode(
+    model: Any, prompt: list[int], new_tokens: int, on_token: OnToken, linear: str = "torch"
+) -> tuple[Timing, tuple[int, ...]]:
+    """Decode `prompt` through wavefill alone, up to the model's end of text; linear: as `enable` takes it."""
+    decoder = _wavefill(model, prompt, linear)
     decoder.block(new_tokens, on_token, stop_at_end=True)
     return Timing(decoder.first, tuple(decoder.steps)), tuple(decoder.tokens)
 
 
 def run(
     model: Any, prompt: list[int], new_tokens: int, precise: Callable[[list[int]], Tensor], on_token: OnToken,
-    report: Report,
+    report: Report, linear: str = "torch",
 ) -> Result:
     """Decode `prompt` both ways, `new_tokens` each whether or not the text ends before.
 
     precise:  gives float64 logits [vocabulary] after some token ids; called only if the two differ.
     on_token: called with each token of wavefill's.
     report:   called with a description and the share done until wavefill's first token is near.
+    linear:   "torch" or "flat", as `enable` takes it: wavefill's linear layers. sdpa's are always PyTorch's.
     """
     import torch
 
     bandwidth = ReadBandwidth()
-    ours, theirs = _wavefill(model, prompt), _sdpa(model, prompt)
-    short = _short_steps(model, prompt, bandwidth, report)
+    ours, theirs = _wavefill(model, prompt, linear), _sdpa(model, prompt)
+    short = _short_steps(model, prompt, linear, bandwidth, report)
     for begin in range(0, new_tokens, BLOCK):
         count = min(BLOCK, new_tokens - begin)
         if begin == 0:
@@ -146,12 +150,12 @@ def run(
 
 
 def _short_steps(
-    model: Any, prompt: list[int], bandwidth: ReadBandwidth, report: Report
+    model: Any, prompt: list[int], linear: str, bandwidth: ReadBandwidth, report: Report
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Steps of wavefill and of sdpa at a short context; one round does when it is only to warm up."""
     steps: tuple[list[float], list[float]] = ([], [])
     short = prompt[:SHORT_CONTEXT]
-    decoders = _wavefill(model, short), _sdpa(model, short)
+    decoders = _wavefill(model, short, linear), _sdpa(model, short)
     for turn in range(SHORT_ROUNDS if len(prompt) >= 2 * SHORT_CONTEXT else 1):
         report(f"both at a context of {len(short)}", 0.2 * turn / SHORT_ROUNDS)
         for decoder, into in zip(decoders, steps, strict=True):
@@ -163,10 +167,10 @@ def _short_steps(
     return tuple(steps[0]), tuple(steps[1])
 
 
-def _wavefill(model: Any, prompt: list[int]) -> Decoder:
+def _wavefill(model: Any, prompt: list[int], linear: str) -> Decoder:
     from wavefill.integrations.transformers import enable
 
-    return Decoder("wavefill", model, prompt, enable)
+    return Decoder("wavefill", model, prompt, partial(enable, linear=linear))
 
 
 def _sdpa(model: Any, prompt: list[int]) -> Decoder:

@@ -114,7 +114,8 @@ def print_generate(report: dict[str, Any]) -> None:
     """The summary after the text of `wavefill generate`."""
     console = wide_console()
     console.print(f"{report['model']['name']}, a prompt of {report['prompt']['tokens']:,} tokens, "
-                  f"{report['threads']} threads, {report['cpu']} ({report['isa']})", highlight=False)
+                  f"{report['threads']} threads, {report['cpu']} ({report['isa']}), wavefill with --linear "
+                  f"{report['linear']}", highlight=False)
     for run in report["runs"]:
         console.print(terminal_table(*generate_table(run)))
         if "tokens" in run:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from wavefill.bench.prompts import Prompt
 
 _DTYPES = ("float32", "bfloat16", "both")
+#: As `enable(linear=...)` takes it; repeated here, since a command's options are known before torch is loaded.
+_LINEARS = ("torch", "flat")
 #: What recomputes a place where the two implementations chose different tokens.
 _PRECISE = {"float32": "float64", "bfloat16": "float32"}
 
@@ -38,6 +40,9 @@ def generate(
              "built-in one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of weights and KV: {', '.join(_DTYPES)}.")] = "float32",
+    linear: Annotated[str, typer.Option(
+        help="Linear layers of wavefill's side: torch leaves them to PyTorch; flat reads the weights once for up to 16 "
+             "rows. sdpa's side always runs PyTorch's.")] = "torch",
     chat: Annotated[bool, typer.Option(
         "--chat/--raw", help="Lay the model's chat form around a prompt of your own, or not.")] = True,
     threads: Threads = None,
@@ -49,6 +54,8 @@ def generate(
         raise invalid("--compare", "must be sdpa", repr(compare), "Leave it out to decode through wavefill alone.")
     if dtype not in _DTYPES:
         raise invalid("--dtype", f"must be one of {', '.join(_DTYPES)}", repr(dtype), "Use one of these.")
+    if linear not in _LINEARS:
+        raise invalid("--linear", f"must be one of {', '.join(_LINEARS)}", repr(linear), "Use one of these.")
     text = _read(prompt)
 
     from wavefill.bench.decoding import quiet_transformers
@@ -64,13 +71,14 @@ def generate(
             folder = models.resolve(model, report)
             report("loading the tokenizer", 0.0)
             tokenizer, tokens = _tokens(folder, text, context, max_new_tokens, chat)
-        runs = [_run(folder, one, tokenizer, tokens, max_new_tokens, compare is not None, json)
+        runs = [_run(folder, one, linear, tokenizer, tokens, max_new_tokens, compare is not None, json)
                 for one in (("float32", "bfloat16") if dtype == "both" else (dtype,))]
     report_ = {
         **probing.provenance(torch.get_num_threads()),
         "model": {"name": model, "source": folder.name},
         "prompt": {"source": prompt or tokens.source, "tokens": len(tokens.ids)},
         "new_tokens": max_new_tokens,
+        "linear": linear,
         "runs": runs,
     }
     if output is not None:
@@ -113,7 +121,7 @@ def _tokens(folder: Path, text: str | None, context: int | None, new_tokens: int
     return tokenizer, prompts.build(tokenizer, text, context, chat=chat, room=room)
 
 
-def _run(folder: Path, dtype: str, tokenizer: Any, prompt: Prompt, new_tokens: int, comparing: bool,
+def _run(folder: Path, dtype: str, linear: str, tokenizer: Any, prompt: Prompt, new_tokens: int, comparing: bool,
          quiet: bool) -> dict[str, Any]:
     """One decoding, or both, in one dtype, with wavefill's text streamed to stdout."""
     from wavefill.bench import e2e
@@ -124,11 +132,12 @@ def _run(folder: Path, dtype: str, tokenizer: Any, prompt: Prompt, new_tokens: i
         model = e2e.load(folder, dtype)
         stream = _stream(tokenizer, model, quiet, before=bar.close)  # the bar would draw over the text
         if comparing:
-            result = e2e.run(model, prompt.ids, new_tokens, _precise(folder, _PRECISE[dtype], quiet), stream, report)
+            result = e2e.run(model, prompt.ids, new_tokens, _precise(folder, _PRECISE[dtype], quiet), stream, report,
+                             linear)
             found, ids = result.to_dict(), result.tokens
         else:
             report("reading the prompt", 0.0)
-            timing, ids = e2e.decode(model, prompt.ids, new_tokens, stream)
+            timing, ids = e2e.decode(model, prompt.ids, new_tokens, stream, linear)
             found = {"wavefill": timing.to_dict()}
     if not quiet:
         typer.echo("\n")

@@ -177,8 +177,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
             strides are 1.
     """
     _core.linear(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), *x.shape,
-        weight.shape[0], x.stride(0), weight.stride(0), out.stride(0), DTYPE_CODES[x.dtype], torch.get_num_threads(),
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
+        x.shape[1], weight.shape[0], x.stride(0), weight.stride(0), out.stride(0), DTYPE_CODES[x.dtype],
+        torch.get_num_threads(),
     )
 
 

@@ -24,7 +24,7 @@ except ImportError as error:
 
 from transformers import PreTrainedModel
 
-from wavefill.integrations.transformers import continuous
+from wavefill.integrations.transformers import continuous, linears
 from wavefill.integrations.transformers.attention import register
 from wavefill.integrations.transformers.cache import WavefillCache
 from wavefill.integrations.transformers.hooks import after, before
@@ -43,7 +43,7 @@ register()
 _HANDLES = "_wavefill_handles"
 
 
-def enable(model: Model, kv_format: str = "auto") -> Model:
+def enable(model: Model, kv_format: str = "auto", linear: str = "torch") -> Model:
     """Decode `model` through wavefill, in place, and return it. Enabling twice is the same as once.
 
     From then on `model.generate(...)`, `model(...)` and `model.generate_batch(...)` keep K and V in a paged cache that
@@ -53,11 +53,19 @@ def enable(model: Model, kv_format: str = "auto") -> Model:
     model:     a decoder of the Llama, Qwen2, Qwen3, Mistral or Phi-3 families on the CPU, of any head
                (`AutoModelForCausalLM`, or the bare `AutoModel`).
     kv_format: "auto" keeps K and V in the model's own dtype.
+    linear:    "torch" leaves the linear layers alone. "flat" has each plain `torch.nn.Linear` of `model`, a head
+               included, compute calls of up to 16 rows (batch x tokens) with wavefill's kernel, which reads the weights
+               once: faster where PyTorch's product falls short of the memory bus, with other rounding. Other calls,
+               and any that record gradients, run under autocast or are compiled, stay PyTorch's. Enabling again with
+               the other word switches back and forth.
 
     Raises `UnsupportedModel` for a model that would not be served exactly, before anything is changed.
     """
     if kv_format != "auto":
         raise invalid("kv_format", 'must be "auto"', repr(kv_format), "Quantised formats are not in this version.")
+    if not isinstance(linear, str) or linear not in linears.LINEARS:
+        raise invalid("linear", 'must be "torch" or "flat"', repr(linear),
+                      '"torch" leaves the linear layers alone, "flat" has wavefill compute calls of a few rows.')
     decoder = check_model(model)
     current = model.config._attn_implementation
     # A name of ours may belong to a running continuous-batching manager, and stays.
@@ -74,15 +82,17 @@ def enable(model: Model, kv_format: str = "auto") -> Model:
             decoder.register_forward_hook(after, with_kwargs=True, always_call=True),
         )
     continuous.attach(model)
+    linears.choose(model, linear)
     return model
 
 
 def disable(model: Model) -> Model:
-    """Undo `enable` and return the model: its attention, its hooks and its caches are as they were before.
+    """Undo `enable` and return the model: its attention, its linear layers, its hooks and its caches are as they were.
 
     A model that is not enabled is left alone. Caches that were filled while it was enabled can't be continued.
     """
     decoder = decoder_of(model)
+    linears.choose(model, "torch")
     if _HANDLES not in decoder.__dict__:
         return model
     continuous.detach(model)
