@@ -102,7 +102,7 @@ def test_what_names_no_requests_is_refused_everywhere(bad: Any) -> None:
 
 @pytest.mark.parametrize("good", [
     np.array([0, 1]), torch.tensor([0, 1]), [np.int32(0), np.int64(1)], range(2), (i for i in (0, 1)), [Name.FIRST, 1],
-], ids=repr)
+], ids=["ndarray", "tensor", "NumPy ints", "range", "generator", "IntEnum"])
 def test_whole_numbers_of_every_kind_name_requests(good: Any) -> None:
     cache = make()
     append(cache, cache.add(2), [[1, 2], [3]])
