@@ -58,7 +58,7 @@ def test_the_code_block_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, eos_token_id=None, pad_token_id=0)).eval()
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, dtype: model)
     exec(compile("\n".join(lines[1:]), "README.md", "exec"), {})
     assert capsys.readouterr().out.strip() == f"{len('Call me Ishmael.') + 40} tokens"
     assert model.config._attn_implementation == "wavefill"

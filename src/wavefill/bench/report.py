@@ -85,13 +85,20 @@ def generate_table(run: dict[str, Any]) -> tuple[list[str], Cells]:
     for label, key, form in lines:
         if key not in ours:
             continue
-        row = [label, form.format(ours[key])]
+        row = [label, _figure(form, ours, key)]
         if theirs is not None:
             factor = speedup.get(ratio.get(key, ""))
-            row += [form.format(theirs[key]) if key in theirs else "-", f"{factor:.2f}x" if factor else ""]
+            row += [_figure(form, theirs, key), f"{factor:.2f}x" if factor else ""]
         cells.append(row)
     header = [f"{run['dtype']}", "wavefill"] + ([] if theirs is None else ["transformers sdpa", "speed-up"])
     return header, cells
+
+
+def _figure(form: str, side: dict[str, Any], key: str) -> str:
+    """A figure, or "-" where there is none; a difference of two times below 0 says that something disturbed them."""
+    if key not in side:
+        return "-"
+    return form.format(side[key]) if side[key] >= 0 else "disturbed"
 
 
 def verdict(run: dict[str, Any]) -> str:

@@ -81,7 +81,7 @@ def _machine() -> Facts:
 
     cpu = this_cpu()
     facts: Facts = {"system": platform.platform(), "processor": cpu.model, "cores": cpu.cores,
-                    "instruction sets for": cpu.isa}
+                    "kernels for": cpu.isa}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     return facts
