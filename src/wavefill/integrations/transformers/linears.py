@@ -18,7 +18,7 @@ from wavefill.backends import cpu
 
 #: What `enable(linear=...)` takes: PyTorch's own layers, or those of this file.
 LINEARS = ("torch", "flat")
-#: Rows of a call, all leading dimensions together, from which on PyTorch's product of matrices is left to do it.
+#: Rows of a call, all leading dimensions together, up to which the kernel does it; more are PyTorch's.
 MAX_ROWS = 16
 
 
