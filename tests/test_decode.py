@@ -27,7 +27,7 @@ from helpers import (
     torch_threads,
     using_isa,
 )
-from wavefill import Fixed, Invariant, StreamK
+from wavefill import Fixed, Invariant, StreamK, decode_attention
 from wavefill.backends import cpu
 from wavefill.spec import parse_schedule
 
@@ -179,3 +179,25 @@ def test_queries_may_be_a_view_of_a_larger_buffer() -> None:
     buffer = torch.full((2, 3, 4, 40), math.nan)
     buffer[:, 1, :, 4:36] = case.q
     check(dataclasses.replace(case, q=buffer[:, 1, :, 4:36]), schedule="stream_k")
+
+
+@pytest.mark.parametrize("size", [1e3, 1e9, 3e9, 1e12, 1e30])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_largest_score_counts_fully_however_large_it_is(size: float, sign: int, splits: int) -> None:
+    """Float32 scores of 1e9 are 64 apart at best: whatever their rounding, one key is the largest and weighs 1."""
+    torch.manual_seed(0)
+    q, v = torch.ones(1, 3, 1), torch.randn(1, 70, 1, 4)
+    k = (torch.arange(70.0) / 70 + 0.5).view(1, 70, 1, 1) * sign
+    for scale in (0.7, 0.72, 0.73, 1.0, 1.37):
+        for isa in cpu_isas():
+            with using_isa(isa):
+                out, lse = decode_attention(
+                    q * size, k, v, torch.tensor([70], dtype=torch.int32), scale=scale, return_lse=True,
+                    schedule=Fixed(splits=splits))
+            top = 69 if sign > 0 else 0
+            exact = float(k[0, top].double()) * size * scale
+            torch.testing.assert_close(lse, torch.full((1, 3), exact), rtol=1e-5, atol=10)
+            if size > 1e5:
+                torch.testing.assert_close(out, v[:, top].expand(1, 3, 4))
+            assert bool(out.isfinite().all())

@@ -123,7 +123,8 @@ void write_out(const Problem &p, const Row &row, int64_t head, const State &s) {
       const int64_t e = lane_element<T>((int)lane);
       if (e < p.DV) from_float(acc[lane] * inverse, dst[e]);
     }
-    if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = sum == 0.0f ? -INFINITY : s.max()[i] + logf(sum);
+    const float lse = sum == 0.0f ? -INFINITY : s.max()[i] * scale_of_max(p) + logf(sum);
+    if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = lse;
   }
 }
 
@@ -149,7 +150,7 @@ void merge_group(const Job &job, const Group &g, State &s) {
     for (int64_t d = 0; d < dv; d += kW) vstore(acc + d, vzero());
     for (int64_t i = 0; i < g.count; ++i) {
       const State x = part(i);
-      const float w = expf(x.max()[r] - base);
+      const float w = expf((x.max()[r] - base) * scale_of_max(p));
       if (w == 0.0f && x.sum()[r] == 0.0f) continue;
       sum += w * x.sum()[r];
       const float *from = x.acc() + r * dv;

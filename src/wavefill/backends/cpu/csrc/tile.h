@@ -90,6 +90,9 @@ inline Dims dims_of(const Problem &p) {
   return {pad_to(p.D, 2 * kW), pad_to(p.DV, 2 * kW), pad_to(p.tile + 3, kW)};
 }
 
+// What the scores of a state's maxima are still to be multiplied by.
+inline float scale_of_max(const Problem &p) { return p.scale > 0.0f ? p.scale : 1.0f; }
+
 inline int64_t state_floats(const Problem &p, int64_t rows) {
   return rows * dims_of(p).dv_padded + 2 * pad_to(rows, 4);
 }
@@ -314,28 +317,27 @@ struct TileWork {
     constexpr int R = kRows<MR>;
     const int64_t used = now.count * R, padded = pad_to(used, kW);
     float *x = buffers.scores;
-    V scale = vset(p.scale);
-    if (p.scale <= 0.0f) {  // the maximum is taken before scaling, so a scale that turns the order goes first
+    const V scale = vset(scale_of_max(p));
+    if (p.scale <= 0.0f)  // the maximum is taken before scaling, so a scale that turns the order goes first
       for (int64_t i = 0; i < used; ++i) x[i] *= p.scale;
-      scale = vset(1.0f);
-    }
     for (int64_t i = used; i < padded; ++i) x[i] = -INFINITY;
     for (int i = 0; i < MR; ++i) hide<R>(x + i, row.pos0 + (r + i) / p.G, now);
 
     V top = vload(x);
     for (int64_t i = kW; i < padded; i += kW) top = vmax(top, vload(x + i));
     float *max = s.max() + r, *sum = s.sum() + r;
-    const V old_max = vload_rows<R>(max), new_max = vmax(vmul(vmax_rows<R>(top), scale), old_max);
+    // Maxima stay unscaled: the largest score is then exactly 0 below itself, however large it is.
+    const V old_max = vload_rows<R>(max), new_max = vmax(vmax_rows<R>(top), old_max);
     const V base = vzero_below(new_max, new_max, -FLT_MAX);  // -inf where no key has been seen
     V total = vzero();
     for (int64_t i = 0; i < padded; i += kW) {
-      const V y = vexp(vfma(vload(x + i), scale, vsub(vzero(), base)));
+      const V y = vexp(vmul(vsub(vload(x + i), base), scale));
       vstore(x + i, y);
       total = vadd(total, y);
     }
     total = vsum_rows<R>(total);
     if (!vdiffer(new_max, old_max)) return vstore_rows<R>(sum, vadd(vload_rows<R>(sum), total));
-    const V w = vexp(vsub(old_max, base));
+    const V w = vexp(vmul(vsub(old_max, base), scale));
     vstore_rows<R>(sum, vfma(vload_rows<R>(sum), w, total));
     vstore_rows<R>(max, new_max);
     float each[kW];
