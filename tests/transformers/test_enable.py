@@ -226,7 +226,7 @@ def test_a_traced_or_exported_model_is_the_one_without_wavefill(way: str) -> Non
 
 
 def test_copies_and_pickles_of_an_enabled_model_are_enabled() -> None:
-    model = enable(fresh("llama"))
+    model = enable(build("llama"))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -261,7 +261,7 @@ assert "init_continuous_batching" not in vars(model) and model.config._attn_impl
 
 
 def test_a_pickled_model_runs_in_a_process_that_has_enabled_none(tmp_path: Path) -> None:
-    model = enable(fresh("llama"))
+    model = enable(build("llama"))
     model.generation_config.update(max_new_tokens=6, do_sample=False, eos_token_id=-1,
                                    continuous_batching_config=settings())
     torch.save(model, tmp_path / "model")

@@ -19,6 +19,7 @@ pytest.importorskip("transformers.generation")
 import torch
 from tiny import (
     FAMILIES,
+    build,
     expected,
     fresh,
     one_thread,  # noqa: F401
@@ -213,7 +214,8 @@ def test_threads_generate_side_by_side_on_one_model() -> None:
 
 
 def test_copies_and_pickles_are_flat_and_can_be_disabled(kernel_rows: list[int], tmp_path: Path) -> None:
-    model, run = flat(fresh("llama")), MODES["greedy"]
+    # Built anew: up to 5.23 the hooks of a forward that captured outputs keep a model from being pickled.
+    model, run = flat(build("llama")), MODES["greedy"]
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -247,7 +249,7 @@ assert type(disable(model).lm_head) is torch.nn.Linear
 
 def test_a_pickled_model_runs_in_a_process_that_has_enabled_none(tmp_path: Path) -> None:
     file = tmp_path / "model"
-    file.write_bytes(pickle.dumps(flat(fresh("llama"))))
+    file.write_bytes(pickle.dumps(flat(build("llama"))))
     done = subprocess.run([sys.executable, "-c", LOAD, str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == str(tokens(stock("llama"), torch.tensor([[5, 6, 7]]), 6)[0].tolist())
