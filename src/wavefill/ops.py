@@ -274,15 +274,7 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 def _flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     checks.flat_linear(x, weight, bias)
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    cpu.linear(_unit(x.reshape(-1, x.shape[-1])), _unit(weight), None if bias is None else bias.contiguous(),
-               out.view(-1, weight.shape[0]) if out.numel() else out.new_empty(0, weight.shape[0]))
-    return out
-
-
-def _unit(x: Tensor) -> Tensor:
-    """The tensor with unit last stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return cpu.linear(x, weight, bias)
 
 
 def _flat_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -170,17 +170,27 @@ def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
                 DTYPE_CODES[outs.dtype], torch.get_num_threads())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x @ weight.T + bias for a few rows, written into `out`; the weights are read once, sums are in float32.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias for a few rows, [..., N]; the weights are read once, sums are in float32.
 
-    x:      [M, K]; weight: [N, K]; bias: [N], contiguous, or None; out: [M, N]. One dtype of fp32, fp16 and bf16; last
-            strides are 1.
+    x: [..., K]; weight: [N, K], read in place where its last stride is 1; bias: [N] or None. One dtype of fp32, fp16
+    and bf16.
     """
+    outs, size = weight.shape
+    rows, weight = _unit(x.reshape(-1, size)), _unit(weight)
+    if bias is not None:
+        bias = bias.contiguous()
+    out = rows.new_empty(rows.shape[0], outs)
     _core.linear(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
-        x.shape[1], weight.shape[0], x.stride(0), weight.stride(0), out.stride(0), DTYPE_CODES[x.dtype],
-        torch.get_num_threads(),
+        rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows.shape[0],
+        size, outs, rows.stride(0), weight.stride(0), out.stride(0), DTYPE_CODES[x.dtype], torch.get_num_threads(),
     )
+    return out.view(*x.shape[:-1], outs)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """The tensor with unit last stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def read_bandwidth(buffer: Tensor, threads: int | None = None) -> float:

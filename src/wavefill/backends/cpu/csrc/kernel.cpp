@@ -99,15 +99,9 @@ void locate(const Problem &p, const Row &row, int64_t index, Tokens &out) {
 
 template <class T>
 void load_q(const Problem &p, const Row &row, int64_t head, State &s) {
-  const int64_t padded = dims_of(p).d_padded;
-  const T *q = (const T *)p.q;
-  for (int64_t i = 0; i < s.rows; ++i) {
-    const T *src = q + (row.q0 + i / p.G) * p.q_token + (head * p.G + i % p.G) * p.q_head;
-    for (int64_t lane = 0; lane < padded; ++lane) {
-      const int64_t e = q_element<T>((int)lane);
-      store_q<T>(s.q, i * padded + lane, e < p.D ? src + e : nullptr);
-    }
-  }
+  for (int64_t i = 0; i < s.rows; ++i)
+    lay_out_row((const T *)p.q + (row.q0 + i / p.G) * p.q_token + (head * p.G + i % p.G) * p.q_head, p.D,
+                s.q + i * row_floats<T>(p.D));
 }
 
 template <class T>
@@ -251,13 +245,13 @@ void merge(const char *outs, const float *lses, char *out, float *lse, int64_t n
   }
 }
 
-int64_t linear_floats(const Linear &l) { return ::linear_floats(l); }
+int64_t linear_floats(const Linear &l) { return pad_to(l.in, 2 * kW); }
 
 void spread(const Linear &l) {
   switch (l.dtype) {
-    case DType::f32: return ::spread<float>(l, l.lanes);
-    case DType::f16: return ::spread<f16>(l, l.lanes);
-    case DType::bf16: return ::spread<bf16>(l, l.lanes);
+    case DType::f32: return ::spread<float>(l);
+    case DType::f16: return ::spread<f16>(l);
+    case DType::bf16: return ::spread<bf16>(l);
   }
 }
 

@@ -26,7 +26,7 @@ struct Kernel {
   // Merges n states: outs [n, rows, d] of `dtype`, lses [n, rows]; rows [begin, end).
   void (*merge)(const char *outs, const float *lses, char *out, float *lse, int64_t n, int64_t rows, int64_t d,
                 DType dtype, int64_t begin, int64_t end);
-  // A linear layer of a few rows: floats of one row of its `lanes`, filling them, and outputs [begin, end).
+  // A linear layer of a few rows: floats of one row of its `lanes` (at most), filling them, and outputs [begin, end).
   int64_t (*linear_floats)(const Linear &);
   void (*spread)(const Linear &);
   void (*linear)(const Linear &, int64_t begin, int64_t end);

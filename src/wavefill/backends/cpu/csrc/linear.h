@@ -8,22 +8,10 @@ namespace {
 
 using wf::Linear;
 
-// Rows of x in lane order, padded with zeros: [rows, floats_of(l)].
-inline int64_t linear_floats(const Linear &l) {
-  const int64_t padded = pad_to(l.in, 2 * kW);
-  return l.dtype == wf::DType::bf16 && PairDot<bf16>::value ? padded / 2 : padded;
-}
-
 template <class T>
-inline void spread(const Linear &l, float *x) {
-  const int64_t padded = pad_to(l.in, 2 * kW), stride = linear_floats(l);
-  for (int64_t r = 0; r < l.rows; ++r) {
-    const T *from = (const T *)l.x + r * l.x_row;
-    for (int64_t lane = 0; lane < padded; ++lane) {
-      const int64_t e = q_element<T>((int)lane);
-      store_q<T>(x + r * stride, lane, e < l.in ? from + e : nullptr);
-    }
-  }
+inline void spread(const Linear &l) {
+  for (int64_t r = 0; r < l.rows; ++r)
+    lay_out_row((const T *)l.x + r * l.x_row, l.in, l.lanes + r * row_floats<T>(l.in));
 }
 
 // Outputs [begin, end) of rows r .. r + MR.
@@ -31,7 +19,7 @@ template <class T, int MR>
 void products(const Linear &l, int64_t r, int64_t begin, int64_t end) {
   constexpr int NT = kTokens<MR>;
   constexpr int64_t block = 2 * kW;
-  const int64_t stride = linear_floats(l), full = l.in / block * block;
+  const int64_t stride = row_floats<T>(l.in), full = l.in / block * block;
   T tail[NT * block] = {};
   const T *at[NT], *tails[NT];
   for (int j = 0; j < NT; ++j) tails[j] = tail + j * block;

@@ -49,7 +49,7 @@ struct Segment {
 struct Linear {
   const char *x, *weight, *bias;
   char *out;
-  float *lanes;  // x as the kernel reads it: linear_floats of its kind a row
+  float *lanes;  // x as the kernel reads it: room for linear_floats a row
   int64_t rows, in, outs;
   int64_t x_row, weight_row, out_row;  // strides in elements; the last dimensions lie side by side
   DType dtype;

@@ -14,6 +14,7 @@ using wf::Problem;
 using wf::Row;
 
 constexpr int kPrefetchLevel = 3;  // __builtin_prefetch locality: 3 L1, 2 L2
+constexpr int kMaxTokens = 4;      // that one pass over q makes scores for
 
 struct Dims {
   int64_t d_padded, dv_padded, tile_padded;
@@ -87,7 +88,7 @@ struct State {
 };
 
 inline Dims dims_of(const Problem &p) {
-  return {pad_to(p.D, 2 * kW), pad_to(p.DV, 2 * kW), pad_to(p.tile + 3, kW)};
+  return {pad_to(p.D, 2 * kW), pad_to(p.DV, 2 * kW), pad_to(p.tile + kMaxTokens - 1, kW)};
 }
 
 // What the scores of a state's maxima are still to be multiplied by.
@@ -119,17 +120,22 @@ struct PairDot {
 };
 #endif
 
+// A row of q as dot products take it: in lane order, padded with zeros to whole blocks.
 template <class T>
-inline int64_t q_element(int lane) {
-  return PairDot<T>::value ? lane : lane_element<T>(lane);
+inline int64_t row_floats(int64_t width) {
+  const int64_t padded = pad_to(width, 2 * kW);
+  return PairDot<T>::value ? padded / 2 : padded;
 }
 template <class T>
-inline void store_q(float *q, int64_t at, const T *x) {
-  if (PairDot<T>::value) {
-    const T zero = {};
-    ((T *)q)[at] = x ? *x : zero;
-  } else {
-    q[at] = x ? to_float(*x) : 0.0f;
+inline void lay_out_row(const T *x, int64_t width, float *q) {
+  const T zero = {};
+  for (int64_t lane = 0; lane < pad_to(width, 2 * kW); ++lane) {
+    const int64_t e = PairDot<T>::value ? lane : lane_element<T>((int)lane);
+    const T value = e < width ? x[e] : zero;
+    if (PairDot<T>::value)
+      ((T *)q)[lane] = value;
+    else
+      q[lane] = to_float(value);
   }
 }
 
@@ -204,7 +210,6 @@ WF_INLINE void dots(int64_t width, const float *q, int64_t q_stride, const T *co
 // holds all rows of a few tokens and the softmax never adds across a vector.
 template <int MR>
 constexpr int kRows = MR == 3 ? 4 : MR;
-constexpr int kMaxTokens = 4;  // that one pass over q makes scores for
 
 // Tokens a pass over q, and blocks of V a pass over the tokens: as many sums as the registers hold.
 #if defined(__AVX512F__)
@@ -289,7 +294,7 @@ struct TileWork {
   void group(State &s, int64_t r, const Tokens &now, const Side<T> &k, const Side<T> &v, Stream &next,
              int64_t share) {
     const Dims dims = dims_of(p);
-    const int64_t q_stride = PairDot<T>::value ? dims.d_padded / 2 : dims.d_padded;
+    const int64_t q_stride = row_floats<T>(p.D);
     score<MR>(p.D, s.q + r * q_stride, q_stride, k, now.count, buffers.scores, next, share / 2);
     soft_max<MR>(s, r, now);
     weigh<MR>(s.acc() + r * dims.dv_padded, dims.dv_padded, v, now.count, next, share - share / 2);
