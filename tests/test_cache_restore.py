@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from interrupting import run
 from test_cache import append, assert_holds, make, read, tokens
 from wavefill import InvalidArgument, InvalidType, PagedKVCache
 
 #: Steps of the interpreter between two places where a call is interrupted; a prime, so that loops are hit everywhere.
 STRIDE = 7
-
-
-class Interrupted:
-    """A trace function that raises KeyboardInterrupt at the stop-th bytecode of the cache's own files."""
-
-    def __init__(self, stop: int) -> None:
-        self.stop, self.count = stop, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("wavefill/cache.py", "wavefill/pages.py")):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.count += 1
-            if self.count == self.stop:
-                raise KeyboardInterrupt
-        return self
-
-
-def run(call: Callable[[], Any], stop: int) -> int:
-    """Bytecodes of the call, which is interrupted at the stop-th of them."""
-    trace = Interrupted(stop)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return trace.count
 
 
 def filled() -> tuple[PagedKVCache, dict[int, list[int]]]:

@@ -10,7 +10,6 @@ prompt (bfloat16 on a CPU without AVX-512 BF16).
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from functools import partial
 from pathlib import Path
@@ -20,21 +19,18 @@ import torch
 from transformers import DynamicCache
 
 from wavefill.bench import e2e, models, probing
-from wavefill.bench.decoding import _cache_argument, quiet_transformers
+from wavefill.bench.decoding import cache_argument, quiet_transformers
 from wavefill.bench.timing import ReadBandwidth
 from wavefill.cli._output import save_json
 from wavefill.integrations.transformers import WavefillCache, disable, enable
 
-SHORT = 64
 STEPS = 6  # of a block; the first is not counted
 
 
 def kv(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [1, KH, context, D] of one layer."""
     config = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = 2, 1, config.num_key_value_heads, context, size
-    k, v = torch.randn(shape).to(model.dtype)
+    k, v = torch.randn(2, 1, config.num_key_value_heads, context, e2e.head_dim(config)).to(model.dtype)
     return k, v
 
 
@@ -57,7 +53,7 @@ def stock_cache(model: Any, k: torch.Tensor, v: torch.Tensor) -> Any:
 
 
 def block(model: Any, cache: Any) -> list[float]:
-    token, name, seconds = torch.tensor([[5]]), _cache_argument(model), []
+    token, name, seconds = torch.tensor([[5]]), cache_argument(model), []
     with torch.inference_mode():
         for _ in range(STEPS):
             start = time.perf_counter()
@@ -82,7 +78,7 @@ def main() -> None:
         caches: dict[tuple[str, int], Any] = {}
         for name, (attach, make) in sides.items():
             attach(model)
-            for context in (options.context, SHORT):
+            for context in (options.context, e2e.SHORT_CONTEXT):
                 caches[name, context] = make(model, *kv(model, context))
         times: dict[tuple[str, int], list[float]] = {key: [] for key in caches}
         bandwidth = ReadBandwidth()
@@ -95,12 +91,13 @@ def main() -> None:
     report: dict[str, Any] = {**probing.provenance(torch.get_num_threads()), "dtype": options.dtype,
                               "context": options.context, "linear": options.linear,
                               "read_bandwidth_gbs": bandwidth.median() / 1e9}
-    for name in sides:
-        long, short = (statistics.median(times[name, context]) * 1e3 for context in (options.context, SHORT))
-        report[name] = {"ms_per_token": long, "ms_per_token_at_64": short, "growing_ms": long - short}
-    report["speedup"] = {what: report["sdpa"][what] / report["wavefill"][what] for what in report["sdpa"]}
+    ours, theirs = (e2e.Timing(0.0, tuple(times[name, options.context]), tuple(times[name, e2e.SHORT_CONTEXT]))
+                    for name in sides)
+    for name, timing in zip(sides, (ours, theirs), strict=True):
+        report[name] = {what: value for what, value in timing.to_dict().items() if what != "first_token_s"}
+    report["speedup"] = {"token": theirs.token / ours.token, "growing": theirs.growing / ours.growing}
     for name in (*sides, "speedup"):
-        print(name, {what: round(value, 2) for what, value in report[name].items()})
+        print(name, {what: round(value, 2) for what, value in report[name].items() if not isinstance(value, list)})
     print("read bandwidth", round(report["read_bandwidth_gbs"], 1), "GB/s")
     if options.output:
         save_json(options.output, report)

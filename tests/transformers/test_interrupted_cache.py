@@ -9,9 +9,7 @@ import copy
 import functools
 import pickle
 import random
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -32,6 +30,7 @@ from tiny import (
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from interrupting import run
 from wavefill import PagedKVCache, WavefillError
 from wavefill.integrations.transformers import WavefillCache, disable, enable
 from wavefill.integrations.transformers import rows as module
@@ -182,37 +181,6 @@ Model = list[list[int | None]]
 Change = tuple[Callable[[Rows], None], Model]
 
 
-class Interrupted:
-    """A trace function that raises KeyboardInterrupt at the stop-th bytecode of what a cache is made of."""
-
-    def __init__(self, stop: int) -> None:
-        self.stop, self.count = stop, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("transformers/rows.py", "wavefill/cache.py", "wavefill/pages.py")):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.count += 1
-            if self.count == self.stop:
-                raise KeyboardInterrupt
-        return self
-
-
-def run(call: Callable[[Rows], None], rows: Rows, stop: int = 0) -> int:
-    """Bytecodes of the call, which is interrupted at the stop-th of them."""
-    trace = Interrupted(stop)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call(rows)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return trace.count
-
-
 def step(rows: Rows, ids: Tensor, mask: Tensor) -> None:
     made = rows.begin(ids.shape[0], ids.shape[1], mask, None)
     for layer in range(LAYERS):
@@ -289,10 +257,10 @@ def test_every_change_is_made_or_not_made(kind: str, seed: int, monkeypatch: pyt
         change, want = changes.forward(want)
         change(start)
     change, after = getattr(changes, "forward" if kind == "first" else kind)(want)
-    whole = run(change, copy.deepcopy(start))
+    whole = run(functools.partial(change, copy.deepcopy(start)))
     for stop in range(1 + seed, whole + 1, max(whole // 40, 1)):
         rows = copy.deepcopy(start)
-        run(change, rows, stop)
+        run(functools.partial(change, rows), stop)
         made = rows.slots != start.slots or rows.held.ids != start.held.ids
         assert_holds(rows, now := after if made else want)
         for _ in range(2):

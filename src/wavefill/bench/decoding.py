@@ -75,7 +75,7 @@ class Decoder:
         self.attach(self.model)
         ids = torch.tensor([self.prompt + self.tokens])
         clock = Clock(on_token)
-        past = {} if self.cache is None else {_cache_argument(self.model): self.cache}
+        past = {} if self.cache is None else {cache_argument(self.model): self.cache}
         result = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), streamer=clock,
             generation_config=_greedy(self.model, count, stop_at_end), **past)
@@ -105,7 +105,7 @@ def _greedy(model: Any, count: int, stop_at_end: bool) -> Any:
                             pad_token_id=pad, return_dict_in_generate=True, output_logits=True)
 
 
-def _cache_argument(model: Any) -> str:
+def cache_argument(model: Any) -> str:
     """The name under which this release of transformers takes a cache: renamed in 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

@@ -186,5 +186,9 @@ def _kv_bytes(model: Any, context: float) -> float:
         config, "sliding_window", None) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     seen = sum(min(context, window) if window and kind == "sliding_attention" else context for kind in kinds)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return float(seen * config.num_key_value_heads * 2 * size * model.dtype.itemsize)
+    return float(seen * config.num_key_value_heads * 2 * head_dim(config) * model.dtype.itemsize)
+
+
+def head_dim(config: Any) -> int:
+    """D of a decoder's configuration, which may leave it to be derived."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

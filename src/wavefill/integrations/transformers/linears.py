@@ -43,7 +43,7 @@ class FlatLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input @ weight.T + bias: [..., K] to [..., N]."""
         if not torch.compiler.is_compiling() and type(self) is FlatLinear:
-            weight = self._parameters.get("weight")
+            weight: Any = self._parameters.get("weight")
             # Absent is not None: a pruned or parametrised bias is no parameter, and is added all the same.
             bias: Any = self._parameters.get("bias", NotImplemented)
             if _kernel_takes(input, weight, bias):
