@@ -138,7 +138,9 @@ class _Problem:
 
     def empty_result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         T, HQ = self.q.shape[:2]
-        return torch.zeros(T, HQ, self.v_cache.shape[-1], dtype=dtype), torch.full((T, HQ), -math.inf, dtype=dtype)
+        on = self.q.device
+        return (torch.zeros(T, HQ, self.v_cache.shape[-1], dtype=dtype, device=on),
+                torch.full((T, HQ), -math.inf, dtype=dtype, device=on))
 
     def rows(self) -> Iterator[Row]:
         """Each request with all its query tokens, and the keys that any of them sees."""
@@ -167,9 +169,9 @@ class _Problem:
         """Scaled scores [n, G, keys] of keys begin..end, -inf where not seen, and those keys' values [keys, DV]."""
         queries = self.q[row.tokens, head * self.G : (head + 1) * self.G].to(dtype)
         scores = queries @ self._gather(self.k_cache, row.request, head, begin, end).to(dtype).mT * self.scale
-        key = torch.arange(begin, end)
-        position = torch.arange(row.first, row.first + queries.shape[0]).unsqueeze(-1)
-        seen = torch.ones(position.shape[0], key.shape[0], dtype=torch.bool)
+        key = torch.arange(begin, end, device=scores.device)
+        position = torch.arange(row.first, row.first + queries.shape[0], device=scores.device).unsqueeze(-1)
+        seen = torch.ones(position.shape[0], key.shape[0], dtype=torch.bool, device=scores.device)
         if self.causal or self.window is not None:
             seen &= key <= position
         if self.window is not None:

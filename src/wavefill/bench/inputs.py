@@ -42,7 +42,8 @@ class Inputs:
     """What the variants of one row are called with.
 
     q: [B, HQ, D]; lens: [B] int32; block_table: [B, max_pages] int32 or None for contiguous KV.
-    even: a block table and lengths of a batch that reads the same pages with equal lengths, for a paged ragged row.
+    even: a block table and lengths of a batch that reads the same pages with equal lengths (to one page, where the
+          pages cannot be shared out evenly), for a paged ragged row.
     """
 
     row: Row
@@ -54,13 +55,23 @@ class Inputs:
 
 
 def build(
-    row: Row, dtype: str, layout: str, page_size: int, *, order: str = "HND", peers: bool, seed: int = 0
+    row: Row,
+    dtype: str,
+    layout: str,
+    page_size: int,
+    *,
+    order: str = "HND",
+    peers: bool,
+    device: str = "cpu",
+    count: int | None = None,
+    seed: int = 0,
 ) -> Inputs:
     """Random inputs of `row`: q, K and V from a normal distribution, pages in a random order.
 
     order: "HND", the tokens of one KV head side by side in each page, as in `PagedKVCache`; or "NHD", the heads of one
            token side by side.
     peers: lay out copies for the peers as well, which takes as much memory again.
+    count: copies to make; None makes as many as `timing.copies` asks for on a CPU.
     """
     if layout not in LAYOUTS:
         raise invalid("layout", f"must be one of {', '.join(LAYOUTS)}", repr(layout), "Use one of these.")
@@ -71,33 +82,34 @@ def build(
     if page_size < 1:
         raise invalid("page_size", "must be at least 1", page_size, "Give a whole number from 1.")
     generator = torch.Generator().manual_seed(seed)
-    kind, lens = DTYPES[dtype], torch.tensor(row.lens, dtype=torch.int32)
-    table = _block_table(row.lens, page_size, generator) if layout == "paged" else None
+    noise = generator if device == "cpu" else torch.Generator(device).manual_seed(seed)
+    kind, lens = DTYPES[dtype], torch.tensor(row.lens, dtype=torch.int32, device=device)
+    table = _block_table(row.lens, page_size, generator).to(device) if layout == "paged" else None
     shape = ((sum(-(-n // page_size) for n in row.lens), page_size) if layout == "paged"
              else (len(row.lens), max(row.lens)))
     made: list[Copy] = []
-    for _ in range(copies(row.kv_bytes(dtype))):
+    for _ in range(copies(row.kv_bytes(dtype)) if count is None else count):
         # Not zeroed: slots past a request's end in a contiguous cache take no memory as long as nobody reads them.
-        k, v = (_storage(shape, row, kind, order) for _ in range(2))
+        k, v = (_storage(shape, row, kind, order, device) for _ in range(2))
         copy = Copy(k, v, [])
         for i, span in enumerate(copy.spans(lens, table)):
             if made:
                 span.copy_(made[0].spans(lens, table)[i])
             else:
-                span.normal_(generator=generator)
+                span.normal_(generator=noise)
         if peers:
             copy.peer.extend(_peer_layout(row, copy, table) if not made else
                              [(k.clone(), v.clone()) for k, v in made[0].peer])
         made.append(copy)
-    q = torch.randn(len(row.lens), row.HQ, row.D, generator=generator).to(kind)
+    q = torch.randn(len(row.lens), row.HQ, row.D, generator=generator).to(device, kind)
     return Inputs(row, q, lens, table, made, _even(row, table, page_size))
 
 
-def _storage(shape: tuple[int, int], row: Row, dtype: torch.dtype, order: str) -> Tensor:
+def _storage(shape: tuple[int, int], row: Row, dtype: torch.dtype, order: str, device: str) -> Tensor:
     blocks, tokens = shape
     if order == "HND":
-        return torch.empty(blocks, row.KH, tokens, row.D, dtype=dtype).transpose(1, 2)
-    return torch.empty(blocks, tokens, row.KH, row.D, dtype=dtype)
+        return torch.empty(blocks, row.KH, tokens, row.D, dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(blocks, tokens, row.KH, row.D, dtype=dtype, device=device)
 
 
 def _block_table(lens: tuple[int, ...], page_size: int, generator: torch.Generator) -> Tensor:
@@ -113,11 +125,12 @@ def _even(row: Row, table: Tensor | None, page_size: int) -> tuple[Tensor, Tenso
     if table is None or not row.ragged or any(n % page_size for n in row.lens):
         return None
     pages = table[table >= 0]
-    per_request, rest = divmod(len(pages), len(row.lens))
-    if rest:
-        return None
-    lens = torch.full((len(row.lens),), per_request * page_size, dtype=torch.int32)
-    return pages.view(len(row.lens), per_request).contiguous(), lens
+    least, rest = divmod(len(pages), len(row.lens))
+    counts = [least + (b < rest) for b in range(len(row.lens))]
+    even = table.new_full((len(counts), max(counts)), -1)
+    for b, part in enumerate(torch.split(pages, counts)):
+        even[b, :len(part)] = part
+    return even, torch.tensor(counts, dtype=torch.int32, device=table.device) * page_size
 
 
 def _peer_layout(row: Row, copy: Copy, table: Tensor | None) -> list[tuple[Tensor, Tensor]]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wavefill.bench.cpu import RowResult
     from wavefill.bench.overhead import Overhead
+    from wavefill.bench.results import RowResult
 
 Cells = list[list[str]]
 

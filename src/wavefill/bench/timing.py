@@ -41,9 +41,9 @@ class Samples:
         return (high - low) / 2 / self.median
 
 
-def copies(nbytes: int) -> int:
-    """How many copies of an input of `nbytes` make up `ROTATED_BYTES`."""
-    return max(1, -(-ROTATED_BYTES // max(nbytes, 1)))
+def copies(nbytes: int, rotated: int | None = None) -> int:
+    """How many copies of an input of `nbytes` make up `rotated` bytes, `ROTATED_BYTES` if None."""
+    return max(1, -(-(ROTATED_BYTES if rotated is None else rotated) // max(nbytes, 1)))
 
 
 def interleave(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,25 @@ PEER_FACTOR = 4.0
 SUM_EPS, LARGEST_VALUE = 16.0, 8.0
 
 
-def oracle(inputs: Inputs) -> Tensor:
-    """Float64 result [B, HQ, D] on the first copy; all copies hold the same values."""
-    copy = inputs.copies[0]
-    return reference.attention(inputs.q, copy.k, copy.v, inputs.lens, inputs.block_table)[0]
+def oracle(inputs: Inputs, requests: Sequence[int] | None = None) -> Tensor:
+    """Float64 result [B, HQ, D] on the first copy, or of some requests; all copies hold the same values."""
+    copy, pick = inputs.copies[0], slice(None) if requests is None else list(requests)
+    k, v, table = copy.k, copy.v, inputs.block_table
+    if table is None:
+        k, v = k[pick], v[pick]
+    else:
+        table = table[pick]
+    return reference.attention(inputs.q[pick], k, v, inputs.lens[pick], table)[0]
+
+
+def sample(lens: Sequence[int], most: int) -> list[int]:
+    """Up to `most` requests to check: the first, the last, a longest, a shortest, and others evenly between."""
+    if len(lens) <= most:
+        return list(range(len(lens)))
+    order = range(len(lens))
+    worst = {0, len(lens) - 1, max(order, key=lens.__getitem__), min(order, key=lens.__getitem__)}
+    between = [i * len(lens) // most for i in range(most)]
+    return sorted({*worst, *[i for i in between if i not in worst][:max(most - len(worst), 0)]})
 
 
 def error(result: Tensor, exact: Tensor) -> float:
