@@ -30,6 +30,8 @@ class Variable:
 
 VARIABLES = (
     Variable("WAVEFILL_CACHE_DIR", Path, "the user's cache folder", "Folder for converted models."),
+    Variable("WAVEFILL_PEERS", Path, "none",
+             "Folder of kernels that `bench --device cuda` compares with: fa3.so, and Python packages in site/."),
     Variable("WAVEFILL_DEBUG", bool, "0", "1: the command line shows the traceback of an unexpected error."),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

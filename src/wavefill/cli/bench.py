@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,8 @@ from wavefill.spec import invalid
 
 if TYPE_CHECKING:
     from wavefill.bench.report import Cells
+    from wavefill.bench.results import RowResult
+    from wavefill.bench.suites import Suite
 
 app = typer.Typer(help="Measure kernels (the default) and calls on this machine.", invoke_without_command=True,
                   pretty_exceptions_enable=False)
@@ -29,42 +32,106 @@ def _default(ctx: typer.Context) -> None:
 
 @app.command()
 def kernels(
+    device: Annotated[str, typer.Option(help="cpu, or cuda for the current GPU.")] = "cpu",
     rows: Annotated[str | None, typer.Option(
-        help="Rows of the suite, or beginnings of their names, with commas between. Without it: those for a CPU.",
+        help="Rows of the suite, or beginnings of their names, with commas between. Without it: those for a CPU, or "
+             "on a GPU all.",
     )] = None,
-    dtype: Annotated[str, typer.Option(help="Of q and the KV cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(
+        help="Of q and the KV cache: bfloat16, float16 or, on a CPU, float32.")] = "bfloat16",
     layout: Annotated[str, typer.Option(
-        help="KV as wavefill reads it: paged (pages in a random order) or contiguous.")] = "paged",
+        help="KV as wavefill reads it: paged (pages in a random order) or, on a CPU, contiguous.")] = "paged",
     order: Annotated[str, typer.Option(
         help="HND: the tokens of a KV head side by side, as in PagedKVCache; NHD: the heads of a token.")] = "HND",
     page_size: Annotated[int | None, typer.Option(
         min=1, max=1 << 16, help="Tokens of a page; the suite's own if not given.")] = None,
-    schedules: Annotated[str, typer.Option(
-        help="auto, stream_k, fixed, invariant, with commas between, or all; the first is the main column.")] = "auto",
-    peers: Annotated[bool, typer.Option(help="Run torch sdpa and flex_attention too.")] = True,
-    seconds: Annotated[float, typer.Option(min=0.0, help="To spend on timing each row, at least five rounds.")] = 8.0,
+    schedules: Annotated[str | None, typer.Option(
+        help="auto, stream_k, fixed, invariant and, on a GPU, flashdecoding and unsplit, with commas between, or all; "
+             "the first is the main column. Without it: auto, or on a GPU all but unsplit.")] = None,
+    peers: Annotated[str | None, typer.Option(
+        help="Peers to run: all, none, or on a GPU some of their names with commas between. WAVEFILL_PEERS names a "
+             "folder with those that are not installed.")] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="The same as --peers none.")] = False,
+    seconds: Annotated[float | None, typer.Option(
+        min=0.0, help="To spend on timing each row, at least five rounds; 8 on a CPU and 2 on a GPU if not given.",
+    )] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="On a GPU: six rows, and less time for each.")] = False,
+    energy: Annotated[bool, typer.Option("--energy", help="On a GPU: joules of a call too, from NVML.")] = False,
+    plot: Annotated[Path | None, typer.Option(
+        help="On a GPU: draw time over read floor into this PNG (needs matplotlib).")] = None,
     threads: Threads = None,
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """Run the suite's rows against torch sdpa and flex_attention, beside the read floor of the same run."""
+    """Run the suite's rows against other attention kernels, beside the read floor of the same run."""
     from wavefill.bench import suites
 
+    if device not in ("cpu", "cuda"):
+        raise invalid("--device", "must be cpu or cuda", repr(device), "Use one of these.")
     suite = suites.load()
-    chosen = suite.select([name.strip() for name in rows.split(",")] if rows else None)
-    wanted = _schedules(schedules)
+    names = [name.strip() for name in rows.split(",")] if rows else None
+    chosen = suite.select(names)
+    wanted = "none" if no_peers else peers
+    if device == "cuda":
+        if layout != "paged":
+            raise invalid("--layout", "must be paged on a GPU", repr(layout), "Leave it out.")
+        _gpu_kernels(suite, names, dtype, order, page_size, schedules, wanted, seconds, quick, energy, plot, threads,
+                     output, json)
+        return
+    for option, given in (("--quick", quick), ("--energy", energy), ("--plot", plot is not None)):
+        if given:
+            raise invalid(option, "is for --device cuda", "--device cpu", "Leave it out.")
+    if wanted not in (None, "all", "none"):
+        raise invalid("--peers", "must be all or none on a CPU", repr(wanted), "Use one of these.")
+    order_of = _schedules(schedules, device)
 
     from wavefill.bench import cpu, report
 
     used = _threads(threads)
     with progress(json) as bar:
         results = cpu.run(chosen, dtype=dtype, layout=layout, page_size=page_size or suite.page_size, order=order,
-                          schedules=wanted, peers=peers, seconds=seconds, report=bar)
+                          schedules=order_of, peers=wanted != "none",
+                          seconds=cpu.ROW_SECONDS if seconds is None else seconds, report=bar)
     facts = {"layout": layout, "order": order, "page_size": page_size or suite.page_size if layout == "paged" else None,
-             "schedule": wanted[0]}
-    _emit(used, facts, results, report.kernel_table(results), report.kernel_notes(results), output, json)
+             "schedule": order_of[0]}
+    _emit(used, facts, results, [report.kernel_table(results)], report.kernel_notes(results), output, json)
+    _fail_if_wrong(results)
+
+
+def _gpu_kernels(suite: Suite, names: list[str] | None, dtype: str, order: str, page_size: int | None,
+                 schedules: str | None, peers: str | None, seconds: float | None, quick: bool, energy: bool,
+                 plot: Path | None, threads: int | None, output: Path | None, json: bool) -> None:
+    if dtype not in ("bfloat16", "float16"):
+        raise invalid("--dtype", "must be bfloat16 or float16 on a GPU", repr(dtype), "Use one of these.")
+    order_of = _schedules(schedules, "cuda")
+
+    from wavefill.bench import bars, gpu, gpu_report
+
+    others = gpu.choose_peers(peers)
+    gpu.require()
+    chosen = suite.select(names or (gpu.QUICK_ROWS if quick else [row.name for row in suite.rows]))
+    if seconds is None:
+        seconds = gpu.QUICK_SECONDS if quick else gpu.ROW_SECONDS
+    used = _threads(threads)
+    with progress(json) as bar:
+        results, notes = gpu.run(chosen, dtype=dtype, page_size=page_size or suite.page_size, order=order,
+                                 schedules=order_of, peers=others, seconds=seconds, energy=energy, report=bar)
+    found = bars.evaluate(results, {r.row.name: r.host_s["wavefill"] for r in results if "wavefill" in r.host_s})
+    facts = {**gpu.facts(), "layout": "paged", "order": order, "page_size": page_size or suite.page_size,
+             "schedule": order_of[0], "summary": bars.summary(results), "bars": [one.to_dict() for one in found]}
+    tables = [gpu_report.table(results), gpu_report.summary_table(results), gpu_report.bar_table(found)]
+    _emit(used, facts, results, tables, [*notes, *gpu_report.notes(results)], output, json)
+    if plot is not None:
+        gpu_report.plot(results, plot, f"{facts['gpu']}, {dtype}")
+        typer.echo(f"wrote {plot}", err=True)
+    _fail_if_wrong(results)
+
+
+def _fail_if_wrong(results: Sequence[RowResult]) -> None:
     if not all(result.correct for result in results):
-        typer.echo("error: wavefill gave a wrong result", err=True)
+        wrong = any("wrong result" in why for r in results for name, why in r.absent.items()
+                    if name.startswith("wavefill"))
+        typer.echo(f"error: wavefill {'gave a wrong result' if wrong else 'failed on a row'}", err=True)
         raise typer.Exit(1)
 
 
@@ -77,17 +144,22 @@ def overhead(threads: Threads = None, output: Output = None, json: Json = False)
     used = _threads(threads)
     with progress(json) as bar:
         results = measure.run(bar)
-    _emit(used, {}, results, report.overhead_table(results), [], output, json)
+    _emit(used, {}, results, [report.overhead_table(results)], [], output, json)
 
 
-def _schedules(text: str) -> list[str]:
-    from wavefill.bench.cpu import SCHEDULES
+def _schedules(text: str | None, device: str) -> list[str]:
+    from wavefill.bench.cpu import SCHEDULES as ON_CPU
 
-    names = list(SCHEDULES) if text == "all" else [name.strip() for name in text.split(",")]
+    known: tuple[str, ...] = ON_CPU
+    default: tuple[str, ...] = ON_CPU[:1]
+    if device == "cuda":
+        from wavefill.bench.gpu import DEFAULT_SCHEDULES, SCHEDULES
+
+        known, default = tuple(SCHEDULES), DEFAULT_SCHEDULES
+    names = list(default) if text is None else list(known) if text == "all" else [n.strip() for n in text.split(",")]
     for name in names:
-        if name not in SCHEDULES:
-            raise invalid("--schedules", f"takes all, or some of {', '.join(SCHEDULES)}", repr(name),
-                          "Use these names.")
+        if name not in known:
+            raise invalid("--schedules", f"takes all, or some of {', '.join(known)}", repr(name), "Use these names.")
     return list(dict.fromkeys(names))
 
 
@@ -99,18 +171,21 @@ def _threads(threads: int | None) -> int:
     return torch.get_num_threads()
 
 
-def _emit(threads: int, facts: dict[str, Any], results: list[Any], table: tuple[list[str], Cells], notes: list[str],
-          output: Path | None, json: bool) -> None:
+def _emit(threads: int, facts: dict[str, Any], results: Sequence[Any], tables: list[tuple[list[str], Cells]],
+          notes: list[str], output: Path | None, json: bool) -> None:
     from wavefill.bench import probing, report
 
     whole = {**probing.provenance(threads), **facts, "results": [result.to_dict() for result in results],
              "notes": notes}
-    title = (f"{whole['cpu']} ({whole['isa']}), {threads} threads, torch {whole['versions']['torch']}, wavefill "
-             f"{whole['versions']['wavefill']} ({whole['commit'] or 'commit unknown'})")
+    machine = (f"{whole['gpu']} (driver {whole['driver'] or 'unknown'}, CUDA {whole['cuda']})" if "gpu" in whole else
+               f"{whole['cpu']} ({whole['isa']}), {threads} threads")
+    title = (f"{machine}, torch {whole['versions']['torch']}, wavefill {whole['versions']['wavefill']} "
+             f"({whole['commit'] or 'commit unknown'})")
     if output is not None and output.suffix == ".md":
         output.parent.mkdir(parents=True, exist_ok=True)
         bullets = "".join(f"- {note}\n" for note in notes)
-        output.write_text(f"{title}. Command: `{whole['command']}`\n\n{report.markdown(*table)}"
+        text = "\n".join(report.markdown(*table) for table in tables)
+        output.write_text(f"{title}. Command: `{whole['command']}`\n\n{text}"
                           + (f"\n{bullets}" if bullets else ""), encoding="utf-8")
     elif output is not None:
         save_json(output, whole)
@@ -118,7 +193,10 @@ def _emit(threads: int, facts: dict[str, Any], results: list[Any], table: tuple[
         print_json(whole)
         return
     console = report.wide_console()
-    console.print(report.terminal_table(*table))
+    for i, table in enumerate(tables):
+        if i:
+            console.print()
+        console.print(report.terminal_table(*table))
     for line in (*notes, title):
         console.print(line, highlight=False)
     if output is not None:
