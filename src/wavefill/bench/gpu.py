@@ -21,6 +21,8 @@ from wavefill.bench.results import READ, RowResult
 from wavefill.bench.suites import Row
 from wavefill.spec import BackendUnavailable, Fixed, ScheduleArg, complaint, invalid
 
+#: The device of the inputs.
+DEVICE = "cuda"
 #: Schedules by the names of the table's columns.
 SCHEDULES: dict[str, ScheduleArg] = {
     "auto": "auto", "stream_k": "stream_k", "fixed": "fixed", "invariant": "invariant",
@@ -104,8 +106,11 @@ def run(
     seconds: float = ROW_SECONDS,
     energy: bool = False,
     report: Report = lambda description, share: None,
+    done: Callable[[GpuResult], None] = lambda result: None,
 ) -> tuple[list[GpuResult], list[str]]:
     """Measure each row on paged KV. The first of `schedules` is the one called "wavefill".
+
+    done: called with each row's result as it comes, for runs that may be cut short.
 
     Returns the results, and notes on what did not work for the run as a whole.
     """
@@ -118,8 +123,18 @@ def run(
     results = []
     for i, row in enumerate(rows):
         report(row.name, i / len(rows))
-        results.append(_row(row, dtype, page_size, order, schedules, peers, seconds, meter))
-        torch.cuda.empty_cache()
+        try:
+            result = _row(row, dtype, page_size, order, schedules, peers, seconds, meter)
+        except Exception as error:  # the rows before it are worth their time all the same
+            result = GpuResult(row, dtype, row.kv_bytes(dtype), {}, {}, {"wavefill": reason(error)})
+        results.append(result)
+        done(result)
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception as error:  # nothing runs on the GPU any more in this process
+            notes.append(f"the run ended after {row.name}: {reason(error)}")
+            break
     return results, notes
 
 
@@ -130,7 +145,7 @@ def _row(row: Row, dtype: str, page_size: int, order: str, schedules: Sequence[s
     peers = [peer for peer in peers if peer.name not in absent]
     contiguous = any(not peer.paged for peer in peers)
     count = gpu_timing.rotation(kv_bytes, torch.cuda.mem_get_info()[0], kv_bytes * (2 if contiguous else 1))
-    inputs = build(row, dtype, "paged", page_size, order=order, peers=contiguous, device="cuda", count=count)
+    inputs = build(row, dtype, "paged", page_size, order=order, peers=contiguous, device=DEVICE, count=count)
     calls = gpu_timing.calls_of(kv_bytes, count)
     judge, timer = _Judge(inputs), Timer(count, calls)
     variants = _wavefill(inputs, schedules, judge, absent)

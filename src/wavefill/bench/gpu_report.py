@@ -45,6 +45,17 @@ def _cells(result: GpuResult, peers: list[str], extra: list[str]) -> list[str]:
             microseconds(host) if host else "-"]
 
 
+def line(result: GpuResult) -> str:
+    """A row in a line, for who waits for the table."""
+    def time(name: str | None) -> str:
+        return f"{name} {microseconds(result.times[name].median)}" if name in result.times else f"{name} none"
+
+    best = bars.best_peer(result)
+    parts = [time(READ), time("wavefill"), *([] if best is None else [time(best)])]
+    reasons = [f"{name} {why}" for name, why in result.absent.items() if name.startswith("wavefill") or name == READ]
+    return f"{result.row.name}: {', '.join(parts + reasons)}"
+
+
 def microseconds(seconds: float) -> str:
     """One digit after the point below a millisecond: rows differ by tenths of a microsecond."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else duration(seconds)

@@ -27,8 +27,9 @@ REPLAY_SECONDS = 0.7e-3
 MOST_CALLS = 512
 #: Rounds in which every variant's graph is replayed once, at least and at most.
 MIN_ROUNDS, MAX_ROUNDS = 7, 100
-#: Cycles that the GPU waits before the first event, so that the graph is in its queue when the event fires.
-QUEUE_CYCLES = 300_000
+#: The GPU waits before the first event, so that the graph is in its queue when the event fires: at least so many
+#: seconds, and twice what the host took to launch the graph; in cycles of a clock that no GPU exceeds.
+QUEUE_SECONDS, CLOCK = 50e-6, 2.2e9
 #: Un-graphed calls in a row, few enough for the launch queue, and how often they are timed.
 HOST_CALLS, HOST_BATCHES = 40, 7
 
@@ -56,11 +57,13 @@ def calls_of(kv_bytes: int, count: int, bandwidth: float = 4.5e12, start: float 
 class Graph:
     """A captured sequence of calls.
 
+    wait_cycles: cycles in which the host surely launches the graph.
     apart: seconds a call that the kernel between two calls takes; 0 where the graph's own edges keep calls apart.
     """
 
     graph: Any
     calls: int
+    wait_cycles: int
     apart: float = 0.0
 
 
@@ -114,10 +117,9 @@ class Timer:
         if not self._kept_apart(graph):
             graph.reset()
             if self._apart is None:
-                self._apart = self._time_of(self._instantiated(self._record(lambda copy: self._mark.add_(1))))
-            graph = self._record(lambda copy: (call(copy), self._mark.add_(1)))
-            return Graph(self._instantiated(graph), self._calls, self._apart)
-        return Graph(self._instantiated(graph), self._calls)
+                self._apart = self._time_of(self._ready(self._record(lambda copy: self._mark.add_(1)), 0.0))
+            return self._ready(self._record(lambda copy: (call(copy), self._mark.add_(1))), self._apart)
+        return self._ready(graph, 0.0)
 
     def _record(self, call: Call) -> Any:
         graph = cuda.CUDAGraph(keep_graph=True)
@@ -139,20 +141,26 @@ class Timer:
         except (OSError, AttributeError, RuntimeError):
             return False
 
-    @staticmethod
-    def _instantiated(graph: Any) -> Any:
+    def _ready(self, graph: Any, apart: float) -> Graph:
+        """Instantiate a graph, run it, and see how long the host takes to launch it."""
         graph.instantiate()
-        graph.replay()
+        launch = 0.0
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            graph.replay()
+            launch = time.perf_counter() - began
         torch.cuda.synchronize()
-        return graph
+        return Graph(graph, self._calls, int((QUEUE_SECONDS + 2 * launch) * CLOCK), apart)
 
-    def _time_of(self, graph: Any) -> float:
+    @staticmethod
+    def _time_of(kept: Graph) -> float:
         """Seconds a call of a graph, as a median of a few replays."""
         taken = []
         for _ in range(5):
-            events = _replay(graph)
+            events = _replay(kept)
             torch.cuda.synchronize()
-            taken.append(_seconds(events) / self._calls)
+            taken.append(_seconds(events) / kept.calls - kept.apart)
         return statistics.median(taken)
 
     def measure(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Measurement:
@@ -162,7 +170,7 @@ class Timer:
         for done in range(MAX_ROUNDS):
             if done >= MIN_ROUNDS and clock() - began > seconds:
                 break
-            events = {name: _replay(kept.graph) for name, kept in self.graphs.items()}
+            events = {name: _replay(kept) for name, kept in self.graphs.items()}
             torch.cuda.synchronize()
             for name, pair in events.items():
                 kept = self.graphs[name]
@@ -170,14 +178,14 @@ class Timer:
         return Measurement({name: Samples(tuple(values)) for name, values in taken.items()}, dict(self.failed),
                            tuple(name for name, kept in self.graphs.items() if kept.apart))
 
-    def best(self, variants: Mapping[str, Call], rounds: int = 5) -> tuple[str, dict[str, float]]:
+    def best(self, variants: Mapping[str, Call]) -> tuple[str, dict[str, float]]:
         """The fastest of some variants, and the median seconds of each; none of their graphs is kept."""
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
         for name, call in variants.items():
             try:
                 kept = self.capture(call)
-                found[name] = self._time_of(kept.graph) - kept.apart
+                found[name] = self._time_of(kept)
                 kept.graph.reset()
             except Exception as error:
                 failed[name] = reason(error)
@@ -186,11 +194,11 @@ class Timer:
         return min(found, key=found.__getitem__), found
 
 
-def _replay(graph: Any) -> tuple[Any, Any]:
+def _replay(kept: Graph) -> tuple[Any, Any]:
     events = (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-    cuda._sleep(QUEUE_CYCLES)
+    cuda._sleep(kept.wait_cycles)
     events[0].record()
-    graph.replay()
+    kept.graph.replay()
     events[1].record()
     return events
 

@@ -115,7 +115,8 @@ def _gpu_kernels(suite: Suite, names: list[str] | None, dtype: str, order: str, 
     used = _threads(threads)
     with progress(json) as bar:
         results, notes = gpu.run(chosen, dtype=dtype, page_size=page_size or suite.page_size, order=order,
-                                 schedules=order_of, peers=others, seconds=seconds, energy=energy, report=bar)
+                                 schedules=order_of, peers=others, seconds=seconds, energy=energy, report=bar,
+                                 done=lambda result: typer.echo(gpu_report.line(result), err=True))
     found = bars.evaluate(results, {r.row.name: r.host_s["wavefill"] for r in results if "wavefill" in r.host_s})
     facts = {**gpu.facts(), "layout": "paged", "order": order, "page_size": page_size or suite.page_size,
              "schedule": order_of[0], "summary": bars.summary(results), "bars": [one.to_dict() for one in found]}
