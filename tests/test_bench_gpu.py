@@ -1,11 +1,8 @@
-"""What of the GPU benchmark can be told without a GPU: what is rotated, which edges count, what passes a bar."""
+"""What of the GPU benchmark can be told without a GPU: what is rotated, what is refused a time, what passes a bar."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
-import lzma
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +14,23 @@ import torch
 from typer.testing import CliRunner
 
 from wavefill import cli, spec
-from wavefill.bench import bars, gpu, gpu_graphs, gpu_peers, gpu_read, gpu_report, gpu_timing, inputs, suites, verify
-from wavefill.bench.gpu_graphs import Edge
+from wavefill.bench import (
+    bars,
+    gpu,
+    gpu_peer_setup,
+    gpu_peers,
+    gpu_read,
+    gpu_report,
+    gpu_timing,
+    inputs,
+    suites,
+    verify,
+)
 from wavefill.bench.timing import Samples
 
 runner = CliRunner()
 RAGGED = suites.Row("tiny-ragged", "R", HQ=6, KH=2, D=16, lens=(64, 16, 32, 16), cpu=True)
 UNIFORM = suites.Row("tiny", "S", HQ=4, KH=2, D=16, lens=(48, 48), cpu=True)
-PROGRAMMATIC = {"from_port": 1, "type": 1}
 
 
 # ---- copies and calls
@@ -61,65 +67,6 @@ def test_host_time_is_that_of_the_calls_and_not_of_the_wait() -> None:
         now[0] += 1.0
 
     assert gpu_timing.host_seconds(call, 2, wait, lambda: now[0]) == pytest.approx(1.5e-6)
-
-
-# ---- edges of a graph
-
-
-class Graph:
-    """A driver whose one graph is a list of edges."""
-
-    def __init__(self, nodes: list[int], edges: list[Edge], *, stubborn: bool = False) -> None:
-        self.nodes, self.edges, self.stubborn = nodes, edges, stubborn
-
-    def read(self, graph: int) -> tuple[list[int], list[Edge]]:
-        return self.nodes, list(self.edges)
-
-    def replace(self, graph: int, old: list[Edge], new: list[Edge]) -> None:
-        if not self.stubborn:
-            self.edges = [edge for edge in self.edges if edge not in old] + list(new)
-
-
-def _chain(kinds: str) -> Graph:
-    """A chain whose edges are full (f) or programmatic (p), handed over in no order."""
-    handles = [100 - 7 * i for i in range(len(kinds) + 1)]
-    edges = [Edge(a, b, **(PROGRAMMATIC if kind == "p" else {}))
-             for a, b, kind in zip(handles, handles[1:], kinds, strict=False)]
-    return Graph(sorted(handles), edges[::-1])
-
-
-def test_only_edges_between_calls_are_made_full() -> None:
-    graph = _chain("pppppppp")  # three calls of three kernels
-    assert gpu_graphs.serialize(1, 3, graph)  # type: ignore[arg-type]
-    ordered = gpu_graphs.chain(graph.nodes, graph.edges)
-    assert ordered is not None
-    assert [edge.full for edge in ordered] == [False, False, True, False, False, True, False, False]
-
-
-def test_a_graph_of_full_edges_is_left_alone() -> None:
-    graph = _chain("pfpfp")
-    before = list(graph.edges)
-    assert gpu_graphs.serialize(1, 3, graph)  # type: ignore[arg-type]
-    assert graph.edges == before
-
-
-def test_calls_that_cannot_be_told_apart_are_not_called_serial() -> None:
-    assert not gpu_graphs.serialize(1, 2, _chain("ff"))  # type: ignore[arg-type]  # three kernels, two calls
-    fork = Graph([1, 2, 3], [Edge(1, 2), Edge(1, 3)])
-    assert gpu_graphs.chain(fork.nodes, fork.edges) is None
-    assert not gpu_graphs.serialize(1, 3, fork)  # type: ignore[arg-type]
-    apart = Graph([1, 2, 3], [Edge(1, 2)])
-    assert gpu_graphs.chain(apart.nodes, apart.edges) is None
-    stubborn = _chain("p")
-    stubborn.stubborn = True
-    assert not gpu_graphs.serialize(1, 2, stubborn)  # type: ignore[arg-type]
-
-
-def test_the_edge_data_has_the_drivers_layout() -> None:
-    import ctypes
-
-    assert ctypes.sizeof(gpu_graphs.EdgeData) == 8
-    assert gpu_graphs.EdgeData.type.offset == 2
 
 
 # ---- the read floor
@@ -187,7 +134,7 @@ def test_the_worst_requests_are_always_checked() -> None:
 
 @pytest.fixture
 def _looked_up_again() -> Any:
-    caches = (gpu_peers._flashinfer, gpu_peers._fa3)
+    caches = (gpu_peer_setup.flashinfer, gpu_peer_setup.fa3)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -197,22 +144,22 @@ def _looked_up_again() -> Any:
 
 @pytest.mark.usefixtures("_looked_up_again")
 def test_peers_that_are_not_here_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_peer_setup.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("WAVEFILL_PEERS", raising=False)
     by_name = {peer.name: peer for peer in gpu_peers.PEERS}
     assert "no fa3.so" in str(by_name["fa3"].gap(UNIFORM))
     assert "WAVEFILL_PEERS names no folder" in str(by_name["xqa"].gap(RAGGED))
-    gpu_peers._flashinfer.cache_clear()
+    gpu_peer_setup.flashinfer.cache_clear()
     monkeypatch.setenv("WAVEFILL_PEERS", str(tmp_path))
     assert str(tmp_path / "site") in str(by_name["flashinfer"].gap(UNIFORM))
-    assert gpu_peers.precompile([UNIFORM], ["xqa"], 16, torch.bfloat16) == []
+    assert gpu_peer_setup.precompile([UNIFORM], ["xqa"], 16, torch.bfloat16) == []
 
 
 @pytest.mark.usefixtures("_looked_up_again")
 def test_a_library_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fa3.so").write_bytes(b"no library")
     monkeypatch.setenv("WAVEFILL_PEERS", str(tmp_path))
-    assert "fa3.so does not load" in str(gpu_peers._fa3())
+    assert "fa3.so does not load" in str(gpu_peer_setup.fa3())
 
 
 def test_contiguous_peers_take_no_ragged_batch() -> None:
@@ -493,43 +440,3 @@ def test_the_tables_and_the_notes() -> None:
     verdicts = [line[1] for line in gpu_report.bar_table(bars.evaluate([result, other]))[1]]
     assert {"pass", "FAIL", "not measured"} >= set(verdicts)
     assert "FAIL" in verdicts
-
-
-# ---- the script for a GPU machine
-
-
-@pytest.fixture(scope="module")
-def session() -> Any:
-    found = importlib.util.spec_from_file_location("gpu_session", Path(__file__).parents[1] / "tools/gpu_session.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def test_peers_are_unpacked_once(session: Any, tmp_path: Path) -> None:
-    source, target = tmp_path / "from", tmp_path / "to"
-    source.mkdir()
-    (source / "fa3.so.xz").write_bytes(lzma.compress(b"a library"))
-    (source / "other.so").write_bytes(b"as it is")
-    assert session.unpack(source, target) == []
-    assert (target / "fa3.so").read_bytes() == b"a library"
-    assert (target / "other.so").read_bytes() == b"as it is"
-    (target / "fa3.so").write_bytes(b"kept")
-    session.unpack(source, target)
-    assert (target / "fa3.so").read_bytes() == b"kept"
-    assert sorted(path.name for path in target.iterdir()) == ["fa3.so", "other.so"]
-
-
-def test_the_session_passes_on_what_children_need(session: Any, tmp_path: Path) -> None:
-    variables = session.environment(tmp_path, (9, 0), 16)
-    assert variables["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
-    assert session.environment(tmp_path, (8, 9), 16)["FLASHINFER_CUDA_ARCH_LIST"] == "8.9"
-    assert variables["WAVEFILL_PEERS"] == str(tmp_path)
-    assert variables["PYTHONPATH"].startswith(str(session.ROOT / "src"))
-    assert "WAVEFILL_PEERS" not in session.environment(None, None, 1) or "WAVEFILL_PEERS" in session.os.environ
-    options = argparse.Namespace(no_peers=False, peers="xqa", quick=True, bench=["--rows", "llama8b"])
-    command = session.bench_command(options, tmp_path)
-    assert command[1:7] == ["-m", "wavefill", "bench", "kernels", "--device", "cuda"]
-    assert command[-5:] == ["--peers", "xqa", "--quick", "--rows", "llama8b"]

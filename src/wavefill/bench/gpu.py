@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavefill.bench import gpu_peers, gpu_timing, verify
+from wavefill.bench import gpu_peer_setup, gpu_peers, gpu_timing, verify
 from wavefill.bench.gpu_peers import PEERS, GpuPeer
 from wavefill.bench.gpu_read import Reader
 from wavefill.bench.gpu_timing import Timer, reason
@@ -119,7 +119,7 @@ def run(
     meter = gpu_timing.energy_meter() if energy else "not asked for"
     notes = [f"no energy: {meter}"] if energy and isinstance(meter, str) else []
     report("compiling peers", 0.0)
-    notes += gpu_peers.precompile(rows, [peer.name for peer in peers], page_size, DTYPES[dtype])
+    notes += gpu_peer_setup.precompile(rows, [peer.name for peer in peers], page_size, DTYPES[dtype])
     results = []
     for i, row in enumerate(rows):
         report(row.name, i / len(rows))
