@@ -266,6 +266,19 @@ def test_a_row_times_what_is_right_and_says_what_is_not() -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu_needed")
+def test_a_call_that_leaves_its_output_as_it_was_is_wrong() -> None:
+    outs: list[torch.Tensor] = []
+
+    def once(made: inputs.Inputs, copy: int) -> torch.Tensor:
+        if not outs:
+            outs.append(_right(made, copy))
+        return outs[0]
+
+    (result,), _ = gpu.run([UNIFORM], dtype="bfloat16", page_size=8, schedules=("auto",), peers=[_peer("fa3", once)])
+    assert "wrong result" in result.absent["fa3"]
+
+
+@pytest.mark.usefixtures("_no_gpu_needed")
 def test_a_schedule_that_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gpu._attend
 
