@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import wavefill
-from wavefill import BackendUnavailable, InvalidArgument, InvalidType, WavefillError, ops, reference
+from wavefill import BackendUnavailable, InvalidArgument, InvalidType, WavefillError, checks, ops, reference
 
 B, HQ, KH, D, DV, P, PAGES = 2, 4, 2, 8, 6, 4, 5
 
@@ -376,3 +377,29 @@ def test_scales_under_float32_weigh_all_keys_alike(scale: float) -> None:
     torch.testing.assert_close(out, call(arguments | {"scale": 0.0}))
     expected, _ = reference.attention(**arguments, scale=scale)
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one storage", "storages of their own"])
+def test_overlaps_are_found_to_the_element(apart: bool) -> None:
+    """Views of one piece of memory, before, in and after each other, also where each has a storage just as large."""
+    memory = np.zeros(24, dtype=np.float32)
+    whole = torch.from_numpy(memory)
+
+    def view(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        if not apart:
+            return whole.as_strided(shape, strides, start)
+        size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        return torch.from_numpy(memory[start : start + size]).as_strided(shape, strides)
+
+    def addresses(tensor: Tensor) -> set[int]:
+        places = torch.arange(24).as_strided(tensor.shape, tensor.stride())
+        return {tensor.data_ptr() + 4 * place for place in places.flatten().tolist()}
+
+    layouts = (((4,), (1,)), ((4,), (2,)), ((2, 2), (5, 1)), ((2, 2), (1, 6)), ((0, 2), (2, 1)))
+    for layout, other_layout, start in itertools.product(layouts, layouts, range(16)):
+        written, other = view(9, *layout), view(start, *other_layout)
+        if addresses(written) & addresses(other):
+            with pytest.raises(InvalidArgument, match=r"written: .* no memory with other"):
+                checks.no_overlap((("written", written),), (("other", other),))
+        else:
+            checks.no_overlap((("written", written),), (("other", other),))

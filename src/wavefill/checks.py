@@ -141,8 +141,9 @@ def _value_dim(k_shape: Sequence[int], v_cache: Tensor | None, scale: float | No
 
 def result(out: Tensor, q: Tensor, DV: int) -> None:
     """Checks the shape, dtype and device of `out=` of an attention call."""
-    if out.shape != (q.shape[0], q.shape[1], DV):
-        raise _shape("out", f"{_size((q.shape[0], q.shape[1], DV))}", out.shape, "Make it with q.new_empty(...).")
+    T, HQ, _ = q.shape
+    if out.shape != (T, HQ, DV):
+        raise _shape("out", f"{_size((T, HQ, DV))}", out.shape, "Make it with q.new_empty(...).")
     if out.dtype != q.dtype:
         raise _dtype("out", f"that of q ({q.dtype})", out, "Make it with q.new_empty(...).")
     if out.device != q.device:
@@ -288,13 +289,21 @@ _Geometry = tuple[int, Sequence[int], Sequence[int], int]
 
 def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, Tensor | None]]) -> None:
     """Raises where a written tensor shares memory with itself or another. Needs real memory, not fakes."""
-    spans = [(name, tensor, *_span(tensor)) for name, tensor in (*written, *read) if tensor is not None]
-    for at, (name, tensor, begin, end) in enumerate(spans[: len(written)]):
-        if _overlaps_itself(tensor.shape, tensor.stride()):
-            raise invalid(name, "is written and must not overlap itself", f"strides {_size(tensor.stride())}",
+    tensors = (*written, *read)
+    for at, (name, tensor) in enumerate(written, 1):
+        shape, strides = tensor.shape, tensor.stride()
+        if _overlaps_itself(shape, strides):
+            raise invalid(name, "is written and must not overlap itself", f"strides {_size(strides)}",
                           "Pass a tensor with memory of its own, not an expanded one.")
-        for other_name, other, other_begin, other_end in spans[at + 1 :]:
-            if begin < other_end and other_begin < end and _share(_geometry(tensor), _geometry(other)):
+        begin = tensor.data_ptr()
+        end = begin + _reach(shape, strides) * tensor.element_size()
+        for other_name, other in tensors[at:]:
+            if other is None or (other_begin := other.data_ptr()) >= end:
+                continue
+            storage = other.untyped_storage()  # quicker to look at than the tensor's own extent, and never smaller
+            if (storage.data_ptr() + storage.nbytes() > begin
+                    and other_begin + _reach(other.shape, other.stride()) * other.element_size() > begin
+                    and _share(_geometry(tensor), _geometry(other))):
                 raise invalid(name, f"is written and must share no memory with {other_name}", "overlapping memory",
                               "Pass a tensor of its own, for example a clone.")
 
@@ -309,12 +318,6 @@ def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the one past the last, as addresses."""
-    begin = tensor.data_ptr()
-    return begin, begin + _reach(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 @lru_cache(maxsize=1024)

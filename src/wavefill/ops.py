@@ -139,7 +139,8 @@ def _attention_out(
         ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens), ("block_table", block_table),
         ("cu_seqlens_q", cu_seqlens_q),
     ))
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    T, HQ, _ = q.shape
+    lse = q.new_empty((T, HQ), dtype=torch.float32)
     # The kernel writes rows of unit stride; a result that is laid out otherwise takes a detour.
     rows = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV, schedule,
