@@ -1,0 +1,153 @@
+"""Compiled kernels: which variants there are, compiling them, and launching one with little work on the host.
+
+A variant is keyed by what changes its code (head sizes, group, dtype, kind of schedule, tile) and never by lengths,
+batch or table width, so a process that has called a shape once, or `warmup`, compiles no more. Kernels are compiled by
+signature and launched through Triton's own launcher, without its per-call specialisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+#: Kernels compiled so far in this process; tests hold it still while lengths and batches change.
+compiled_count = 0
+
+POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "PART_O": "*fp32", "PART_M": "*fp32",
+            "PART_L": "*fp32"}
+TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its compile-time choices.
+
+    kernel:   "hopper", "portable", "merge" or "prefix".
+    dtype:    of q, K, V and the output.
+    constants: compile-time arguments, as sorted pairs.
+    box:      tokens of a box of the tensor memory accelerator; 0 where K and V are pointers.
+    aligned:  arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
+    """
+
+    kernel: str
+    dtype: str
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int = 1
+    box: int = 0
+    aligned: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
+    pdl: bool = False
+    registers: int = 0
+
+
+def source(variant: Variant) -> Any:
+    """What `triton.compile` takes for a variant."""
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = function(variant.kernel)
+    names = kernel.arg_names
+    constants = dict(variant.constants)
+    element = TRITON_DTYPES[variant.dtype]
+    signature: dict[str, str] = {}
+    for name in names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif variant.box and name in ("K", "V"):
+            block = box_shape(variant.box, constants["D" if name == "K" else "DV"])
+            signature[name] = f"tensordesc<{element}{block},{shared_layout(block)!r}>"
+        elif name in ("Q", "K", "V", "OUT"):
+            signature[name] = f"*{element}"
+        elif name in POINTERS:
+            signature[name] = POINTERS[name]
+        elif name == "qk_scale":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i64" if name.startswith("s_") else "i32"
+    aligned = [n for n in names if signature[n].startswith("*") and n not in variant.unaligned] + list(variant.aligned)
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    made = GluonASTSource if variant.kernel == "hopper" else ASTSource
+    return made(kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs)
+
+
+def options(variant: Variant) -> dict[str, Any]:
+    """The options of `triton.compile`."""
+    return {"num_warps": variant.num_warps, "num_stages": variant.num_stages} | (
+        {"launch_pdl": True} if variant.pdl else {}) | ({"maxnreg": variant.registers} if variant.registers else {})
+
+
+def piece_of(columns: int) -> int:
+    """The columns of a row that are swizzled as one: as many as 128 bytes hold, if they divide the row."""
+    return min(64, columns & -columns)
+
+
+def box_shape(box: int, columns: int) -> list[int]:
+    """What the tensor memory accelerator copies at once of a cache seen as [pages, KH, pieces, tokens, piece].
+
+    Pieces past the row, up to a power of two, come as zeros.
+    """
+    piece = piece_of(columns)
+    return [1, 1, (1 << (columns - 1).bit_length()) // piece, box, piece]
+
+
+def shared_layout(block: list[int]) -> Any:
+    """Shared memory of a box of 16-bit elements."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    width = 2 * block[-1]
+    return NVMMASharedLayout(swizzle_byte_width=width if width >= 32 else 0, element_bitwidth=16, rank=len(block))
+
+
+def function(kernel: str) -> Any:
+    """The kernel's function, as Triton or Gluon made it."""
+    if kernel == "hopper":
+        from wavefill.backends.gpu import hopper
+
+        return hopper.decode
+    if kernel == "portable":
+        from wavefill.backends.gpu import portable
+
+        return portable.decode
+    from wavefill.backends.gpu import merge
+
+    return getattr(merge, kernel)
+
+
+@cache
+def values(variant: Variant) -> tuple[Any, ...]:
+    """The compile-time arguments in the order of the kernel's parameters; they stand last there."""
+    given = dict(variant.constants)
+    return tuple(given[name] for name in function(variant.kernel).arg_names if name in given)
+
+
+class Compiled:
+    """A variant on one device, ready to launch."""
+
+    def __init__(self, variant: Variant) -> None:
+        import triton
+        from triton.runtime import driver
+
+        global compiled_count
+        compiled_count += 1
+        self._kernel = triton.compile(source(variant), target=driver.active.get_current_target(),
+                                      options=options(variant))
+        self._run = self._kernel.run  # loads the module
+        self._function = self._kernel.function
+        self._packed = self._kernel.packed_metadata
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
+        self._run(*grid, stream, self._function, self._packed, None, None, None, *args)
+
+
+@cache
+def compiled(variant: Variant, device: int) -> Compiled:
+    """The compiled variant on a device, which must be the current one."""
+    return Compiled(variant)
+
+
+def constants(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Compile-time arguments as a `Variant` takes them."""
+    return tuple(sorted(values.items()))

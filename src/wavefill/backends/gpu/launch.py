@@ -1,0 +1,259 @@
+"""From tensors to launches: which kernels one call takes, its buffers, and their arguments.
+
+What depends on shapes, strides and options alone is worked out once and kept (`_plan`); a call adds addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavefill.backends.gpu import kernels
+from wavefill.backends.gpu.configs import COPY_REGISTERS, MERGE_PROGRAMS, MERGES, Config
+from wavefill.backends.gpu.kernels import Variant, constants
+from wavefill.schedule import FIXED_ITEMS_PER_WORKER, FLASHDECODING_MAX_SPLITS, INVARIANT_MAX_PIECES
+from wavefill.spec import MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
+
+#: Requests that every worker scans by itself; with more a kernel of its own scans them once.
+SCAN_AT_MOST = 1024
+#: Lengths that a program of attention or merge scans at once, and that the scan of many does.
+CHUNK, SCAN_CHUNK = 128, 1024
+#: Tokens of a piece of `Invariant()`: its partial state is a few hundredths of the KV it stands for, and one request
+#: of a few thousand tokens fills the machine.
+INVARIANT_CHUNK = 128
+LOG2_E = 1.4426950408889634
+
+STREAM_K, SPLITS, CHUNKS = range(3)
+GIVEN, ITEMS, FLASHDECODING, BOUNDED = range(4)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A schedule as the kernels take it: how rows are cut, the parameter, and what it means (see `cursor`)."""
+
+    kind: int
+    param: int
+    rule: int
+
+
+def cut_of(schedule: Schedule, tile: int) -> Cut:
+    """The schedule's kind, parameter (in tiles) and rule."""
+    if isinstance(schedule, StreamK):
+        return Cut(STREAM_K, 0, GIVEN)
+    if isinstance(schedule, Invariant):
+        return Cut(CHUNKS, -(-min(schedule.chunk or INVARIANT_CHUNK, MAX_LENGTH) // tile), BOUNDED)
+    assert isinstance(schedule, Fixed)
+    if schedule.splits is not None:
+        return Cut(SPLITS, min(schedule.splits, MAX_LENGTH), GIVEN)
+    if schedule.chunk is not None:
+        return Cut(CHUNKS, -(-min(schedule.chunk, MAX_LENGTH) // tile), GIVEN)
+    return Cut(SPLITS, 1, FLASHDECODING if schedule.rule else ITEMS)
+
+
+def partial_slots(cut: Cut, B: int, KH: int, workers: int, tiles: int) -> int:
+    """The most partial states that a batch can leave, whatever its lengths; `tiles` a row at most."""
+    if cut.kind == STREAM_K:
+        return 2 * workers
+    units = B * KH
+    if cut.kind == CHUNKS:
+        pieces = -(-tiles // cut.param)
+        if cut.rule == BOUNDED:
+            pieces = min(pieces, max(INVARIANT_MAX_PIECES // KH, 1))
+    elif cut.rule == ITEMS:
+        return min(FIXED_ITEMS_PER_WORKER * workers + units, units * max(tiles, 1))
+    elif cut.rule == FLASHDECODING:
+        return min(FLASHDECODING_MAX_SPLITS, workers) * min(units, workers) + units
+    else:
+        pieces = min(cut.param, tiles)
+    return units * max(pieces, 1)
+
+
+class Box:
+    """K or V as Triton's launcher takes a tensor descriptor, without its checks."""
+
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, shape: Shape, strides: Shape) -> None:
+        self.padding = "zero"
+        pages, tokens, heads, columns = shape
+        page, token, head = (s if n > 1 else 64 for s, n in zip(strides[:3], shape[:3], strict=True))
+        piece = kernels.piece_of(columns)
+        self.shape = (pages, heads, columns // piece, tokens, piece)
+        self.strides = (page, head, piece, token, 1)
+
+
+@cache
+def sm_count(device: int) -> int:
+    """Streaming multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def boxes_fit(shape: Shape, strides: Shape, paged: bool, box: int) -> bool:
+    """Whether the tensor memory accelerator can read a cache of 16-bit elements in boxes of `box` tokens.
+
+    It wants rows and strides of whole 16 bytes, strides below 2**40 bytes and sizes below 2**32.
+    """
+    return (strides[3] == 1 and shape[3] % 8 == 0 and not (paged and shape[1] % box) and max(shape) < 1 << 31
+            and all(s % 8 == 0 and 0 < s < 1 << 39 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1))
+
+
+def vectors_fit(strides: Shape, element_bytes: int) -> bool:
+    """Whether every row of a tensor starts at a multiple of 16 bytes from its first and is of unit stride."""
+    return strides[-1] == 1 and all(s * element_bytes % 16 == 0 for s in strides[:-1])
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that calls of one geometry have in common.
+
+    prefix, attention, merge: kernels to launch, the first only for more than `SCAN_AT_MOST` requests.
+    *_grid, *_args:           their grids, and the arguments after the addresses.
+    boxes:                    K and V as descriptors, None where they go by address.
+    scratch:                  4-byte words of the buffer; its parts begin at `offsets` (states, maxima, sums, scan).
+    """
+
+    prefix: Variant | None
+    attention: Variant
+    merge: Variant
+    attention_grid: tuple[int, int, int]
+    merge_grid: tuple[int, int, int]
+    prefix_args: tuple[Any, ...]
+    attention_args: tuple[Any, ...]
+    merge_args: tuple[Any, ...]
+    boxes: tuple[tuple[Shape, Shape], tuple[Shape, Shape]] | None
+    scratch: int
+    offsets: tuple[int, int, int, int]
+
+
+@lru_cache(maxsize=4096)
+def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_strides: Shape, v_shape: Shape,
+          v_strides: Shape, table: tuple[Shape, Shape] | None, out_strides: Shape, lse_strides: Shape, aligned: bool,
+          scale: float, window: int | None, schedule: Schedule, config: Config, workers: int, interpret: bool) -> Call:
+    B, HQ, D = q_shape
+    page_size, KH, DV = k_shape[1], k_shape[2], v_shape[3]
+    G, tile, units = HQ // KH, config.tile, B * KH
+    cut = cut_of(schedule, tile)
+    scanned = B > SCAN_AT_MOST
+    capacity = page_size * (1 if table is None else table[0][1])
+    slots = partial_slots(cut, B, KH, workers, -(-capacity // tile))
+    stats = _round(slots * G)
+    offsets = (0, _round(slots * G * DV), _round(slots * G * DV) + stats, _round(slots * G * DV) + 2 * stats)
+    scratch = offsets[3] + (2 * (2 * B + 3) if scanned else 0)
+    cuts = (0 if window is None else min(window, MAX_LENGTH), cut.param, cut.rule)
+    ends = (*out_strides[:2], *lse_strides)
+    s_table = 0 if table is None else table[1][0]
+
+    common = {"D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "GP": max(_power(G), 16), "T": tile,
+              "CHUNK": CHUNK, "KIND": cut.kind, "SCANNED": scanned, "STAGES": config.stages, "PDL": not interpret}
+    if config.box:
+        page = 0 if table is None else page_size
+        common |= {"BOX": config.box, "PAGE": page, "COPY_REGISTERS": COPY_REGISTERS}
+        attention = Variant("hopper", dtype, constants(common), config.warps, box=config.box,
+                            registers=config.registers, aligned=("s_qb", "s_qh", "s_ob", "s_oh"),
+                            unaligned=("TABLE", "SEQ", "LSE"))
+        strides: tuple[int, ...] = ()
+    else:
+        common |= {"PAGED": table is not None, "UNIT": aligned, "PRECISION": "ieee",
+                   "WIDEN": interpret and dtype == "bfloat16"}
+        attention = Variant("portable", dtype, constants(common), config.warps, config.stages,
+                            aligned=("s_kp", "s_kt", "s_kh", "s_vp", "s_vt", "s_vh") if aligned else (),
+                            unaligned=("Q", "OUT", "TABLE", "SEQ", "LSE") + (() if aligned else ("K", "V")))
+        strides = (*k_strides, *v_strides)
+    attention_args = (scale * LOG2_E, B, KH, G, *(() if config.box else (page_size,)), *cuts, *q_strides[:2], *strides,
+                      *ends, s_table, *kernels.values(attention))
+
+    by_worker = cut.kind == STREAM_K and units > workers
+    merge_rows = workers if by_worker else units
+    columns, states, warps = merge_shape(merge_rows * G, DV)
+    merge = Variant("merge", dtype, constants({
+        "DV": DV, "COLUMNS": columns, "STATES": states, "T": tile, "CHUNK": CHUNK, "KIND": cut.kind,
+        "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": not interpret,
+    }), warps, pdl=not interpret, unaligned=("OUT", "SEQ", "LSE"))
+    merge_args = (B, KH, G, workers, *cuts, *ends, *kernels.values(merge))
+
+    prefix = None
+    prefix_args: tuple[Any, ...] = ()
+    if scanned:
+        prefix = Variant("prefix", dtype, constants({"T": tile, "CHUNK": SCAN_CHUNK, "KIND": cut.kind}), 8,
+                         unaligned=("SEQ",))
+        prefix_args = (B, KH, workers, *cuts, *kernels.values(prefix))
+    return Call(prefix, attention, merge, (workers, 1, 1), (merge_rows, G, -(-DV // columns)), prefix_args,
+                attention_args, merge_args, ((k_shape, k_strides), (v_shape, v_strides)) if config.box else None,
+                scratch, offsets)
+
+
+def merge_shape(rows: int, columns: int) -> tuple[int, int, int]:
+    """Columns, states and warps of a program of the merge, for `rows` queries of `columns` outputs each."""
+    best = MERGES[0]
+    for shape in MERGES[1:]:
+        if rows * -(-columns // shape[0]) >= MERGE_PROGRAMS:
+            best = shape
+    return best
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor, lse: Tensor, *,
+           scale: float, window: int | None, schedule: Schedule, config: Config, workers: int,
+           interpret: bool = False) -> None:
+    """Fill `out` [B, HQ, DV] and `lse` [B, HQ] on q's device, in at most three launches and without a synchronisation.
+
+    q [B, HQ, D] and out with unit last stride; k, v [pages, page_size, KH, D] with a table [B, max_pages] of unit last
+    stride, or [B, S, KH, D]; seq_lens contiguous. The caller has checked them, made the device current, and holds
+    what `config.box` asks for: `boxes_fit` of both caches, and 16-byte alignment of q, out and the caches.
+    """
+    aligned = bool(config.box) or (
+        vectors_fit(k.stride(), k.element_size()) and vectors_fit(v.stride(), v.element_size())
+        and not (k.data_ptr() | v.data_ptr()) % 16)
+    call = _plan(_DTYPE_NAMES[q.dtype], q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+                 None if table is None else (table.shape, table.stride()), out.stride(), lse.stride(), aligned, scale,
+                 window, schedule, config, workers, interpret)
+    # torch's allocator knows about streams and graphs, so the buffer is this call's own, also in a captured graph.
+    scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
+    if table is None:
+        table = seq_lens
+    addresses: tuple[Any, ...]
+    if interpret:
+        parts = [scratch[at:] for at in call.offsets]
+        parts[3] = parts[3].view(torch.int64)
+        addresses = (seq_lens, table, out, lse, *parts)
+        run, q_at, k_at, v_at = _interpret, q, k, v
+    else:
+        base = scratch.data_ptr()
+        addresses = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(),
+                     *(base + 4 * at for at in call.offsets))
+        run, q_at, k_at, v_at = _run, q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if call.boxes is not None:
+            k_at, v_at = Box(*call.boxes[0]), Box(*call.boxes[1])
+            k_at.base, v_at.base = k, v
+    seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = addresses
+    device = q.device.index
+    if call.prefix is not None:
+        run(call.prefix, device, (1, 1, 1), seq, before, *call.prefix_args)
+    run(call.attention, device, call.attention_grid, q_at, k_at, v_at, table_at, seq, before, out_at, lse_at, part_o,
+        part_m, part_l, *call.attention_args)
+    run(call.merge, device, call.merge_grid, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
+
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def _run(variant: Variant, device: int, grid: tuple[int, int, int], *args: Any) -> None:
+    kernels.compiled(variant, device)(grid, torch._C._cuda_getCurrentRawStream(device), *args)
+
+
+def _interpret(variant: Variant, device: int, grid: tuple[int, int, int], *args: Any) -> None:
+    kernels.function(variant.kernel)[grid](*args)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _round(words: int) -> int:
+    """Up to whole 16 bytes."""
+    return -(-words // 4) * 4

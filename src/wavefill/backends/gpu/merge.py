@@ -1,0 +1,157 @@
+"""What runs beside the attention kernel: the merge of partial states after it, and a scan of many lengths before it."""
+
+import triton
+import triton.language as tl
+
+from wavefill.backends.gpu.cursor import STREAM_K, batch, cut_at, divide, locate, piece_size, pieces, row_tiles, totals
+
+
+@triton.jit
+def owner(at, total, workers):
+    """The worker that owns a linear tile."""
+    result = tl.cast(0, tl.int64)
+    if total < 2147483647 // workers:  # as in `divide`
+        result += ((at + 1).to(tl.int32) * workers - 1) // total.to(tl.int32)
+    else:
+        result += ((at + 1) * workers - 1) // total
+    return result
+
+
+@triton.jit
+def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, window, param, rule,
+          s_ob, s_oh, s_lb, s_lh,
+          DV: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr,
+          KIND: tl.constexpr, BY_WORKER: tl.constexpr, SCANNED: tl.constexpr, PDL: tl.constexpr):
+    """One program a (unit, query head of its group, COLUMNS of the output); a unit is a (row, KV head).
+
+    STATES partial states are read at a time and always in order, so the bits do not depend on who was last. Units of
+    one segment were written by the attention kernel and are left alone; rows without keys are written here.
+
+    BY_WORKER: the grid has a program a worker in place of one a unit. Program w then merges the unit in whose middle
+    worker w starts, if no worker before it does; there are at most as many as workers, however many units there are.
+    """
+    pid = tl.program_id(0)
+    o_b = tl.arange(0, CHUNK)
+    g = tl.program_id(1)
+    o_c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    o_s = tl.arange(0, STATES)
+    m_c = o_c < DV
+    total, param = totals(SEQ, BEFORE, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+    per, rest = divide(total, workers)
+    row = tl.cast(0, tl.int32)
+    head = tl.cast(0, tl.int32)
+    n = tl.cast(0, tl.int32)
+    begin = tl.cast(0, tl.int64)
+    cut = tl.cast(0, tl.int64)
+    if BY_WORKER:
+        for empty in range(pid, B, tl.num_programs(0)):
+            _, there = row_tiles(tl.load(SEQ + empty), window, T)
+            if there == 0:
+                for h in range(0, KH):
+                    _nothing(OUT, LSE, empty, h * G + g, o_c, m_c, s_ob, s_oh, s_lb, s_lh)
+        mine = cut_at(pid, workers, per, rest)
+        if (total > 0) & (mine < total):
+            row, tiles, cut = locate(SEQ, BEFORE, B, KH, mine, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+            _, n = row_tiles(tl.load(SEQ + row), window, T)
+            head = (mine - tiles).to(tl.int32) // n
+            begin = tiles + head.to(tl.int64) * n
+            first = owner(begin, total, workers) == owner(tl.maximum(mine - 1, begin), total, workers)
+            if (mine == begin) | (owner(mine, total, workers) != pid) | (first == 0):
+                n = tl.cast(0, tl.int32)  # not in a middle, owning nothing, or not the first to start in it
+    else:
+        row = pid // KH
+        head = pid % KH
+        _, n = row_tiles(tl.load(SEQ + row), window, T)
+        if n == 0:
+            _nothing(OUT, LSE, row, head * G + g, o_c, m_c, s_ob, s_oh, s_lb, s_lh)
+        else:
+            begin, cut = _before(SEQ, BEFORE, B, KH, row, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+            begin += head.to(tl.int64) * n
+    low = tl.cast(0, tl.int64)
+    high = tl.cast(0, tl.int64)
+    if n > 0:
+        if KIND == STREAM_K:
+            low = owner(begin, total, workers)
+            high = owner(begin + n - 1, total, workers) + 1
+        else:
+            count = pieces(n, piece_size(n, param, rule, KH, KIND), KIND)
+            low = cut + head.to(tl.int64) * count
+            high = low + count
+    if PDL:  # in every program: the end of this grid must mean the end of the one before it
+        tl.extra.cuda.gdc_wait()
+    if high - low > 1:
+        b_max = float("-inf")
+        b_sum = 0.0
+        b_acc = tl.zeros([COLUMNS], tl.float32)
+        for part in tl.range(low, high, STATES):
+            at = part + o_s
+            m_s = at < high
+            if KIND == STREAM_K:  # a worker's first segment has slot 0; only the unit's first can be a later one
+                run = cut_at(at, workers, per, rest)
+                m_s &= run < cut_at(at + 1, workers, per, rest)
+                at = 2 * at + tl.where(run < begin, 1, 0)
+            at = at * G + g
+            p_m = tl.load(PART_M + at, mask=m_s, other=float("-inf"))
+            p_l = tl.load(PART_L + at, mask=m_s, other=0.0)
+            p_o = tl.load(PART_O + (at * DV)[:, None] + o_c[None, :], mask=m_s[:, None] & m_c[None, :], other=0.0)
+            b_new = tl.maximum(b_max, tl.max(p_m, 0))
+            old = tl.exp2(b_max - b_new)
+            weight = tl.exp2(p_m - b_new)
+            b_sum = b_sum * old + tl.sum(p_l * weight, 0)
+            b_acc = b_acc * old + tl.sum(p_o * weight[:, None], 0)
+            b_max = b_new
+        query = (head * G + g).to(tl.int64)
+        tl.store(OUT + row.to(tl.int64) * s_ob + query * s_oh + o_c, (b_acc / b_sum).to(OUT.dtype.element_ty), mask=m_c)
+        if tl.program_id(2) == 0:
+            tl.store(LSE + row.to(tl.int64) * s_lb + query * s_lh, (b_max + tl.log2(b_sum)) * 0.6931471805599453)
+
+
+@triton.jit
+def _nothing(OUT, LSE, row, query, o_c, m_c, s_ob, s_oh, s_lb, s_lh):
+    """The result of a query without keys."""
+    tl.store(OUT + tl.cast(row, tl.int64) * s_ob + tl.cast(query, tl.int64) * s_oh + o_c,
+             tl.zeros_like(o_c).to(OUT.dtype.element_ty), mask=m_c)
+    if tl.program_id(2) == 0:
+        tl.store(LSE + tl.cast(row, tl.int64) * s_lb + tl.cast(query, tl.int64) * s_lh, float("-inf"))
+
+
+@triton.jit
+def _before(SEQ, BEFORE, B, KH, row, window, param, rule, o_b,
+            CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
+    """Tiles and pieces of all heads of the rows before `row`."""
+    if SCANNED:
+        return tl.load(BEFORE + row), tl.load(BEFORE + B + 1 + row)
+    tiles = tl.cast(0, tl.int64)
+    cut = tl.cast(0, tl.int64)
+    for b0 in range(0, row, CHUNK):
+        _, n = row_tiles(tl.load(SEQ + b0 + o_b, mask=b0 + o_b < row, other=0), window, T)
+        tiles += tl.sum(n.to(tl.int64), 0)
+        if KIND != STREAM_K:
+            cut += tl.sum(pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64), 0)
+    return tiles * KH, cut * KH
+
+
+@triton.jit
+def prefix(SEQ, BEFORE, B, KH, workers, window, param, rule,
+           T: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):
+    """BEFORE [2 * B + 3] int64: tiles [B + 1] and pieces [B + 1] of all heads of the rows before each, then the
+    schedule's parameter; one program.
+
+    Runs first when there are more requests than a worker scans by itself.
+    """
+    o_b = tl.arange(0, CHUNK)
+    total, param = batch(SEQ, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND)
+    tiles = tl.cast(0, tl.int64)
+    cut = tl.cast(0, tl.int64)
+    for b0 in range(0, B, CHUNK):
+        m_b = b0 + o_b < B
+        _, n = row_tiles(tl.load(SEQ + b0 + o_b, mask=m_b, other=0), window, T)
+        parts = pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64) * KH
+        n = n.to(tl.int64) * KH
+        tl.store(BEFORE + b0 + o_b, tiles + tl.cumsum(n, 0) - n, mask=m_b)
+        tl.store(BEFORE + B + 1 + b0 + o_b, cut + tl.cumsum(parts, 0) - parts, mask=m_b)
+        tiles += tl.sum(n, 0)
+        cut += tl.sum(parts, 0)
+    tl.store(BEFORE + B, tiles)
+    tl.store(BEFORE + 2 * B + 1, cut)
+    tl.store(BEFORE + 2 * B + 2, param)
