@@ -25,6 +25,19 @@ MAX_SPLITS = tl.constexpr(128)
 
 
 @triton.jit
+def length_of(SEQ, row, limit, mask=None):
+    """Keys of a row, or of a vector of rows, where `mask` holds; a length past the cache's capacity is cut to it.
+
+    A negative length has no tiles, and nothing past the capacity is read, so a wrong length cannot lead out of the
+    table. It gives no error here: WAVEFILL_CHECK=1 looks for such lengths on the host.
+    """
+    if mask is None:
+        return tl.minimum(tl.load(SEQ + row), limit)
+    else:
+        return tl.minimum(tl.load(SEQ + row, mask=mask, other=0), limit)
+
+
+@triton.jit
 def row_tiles(length, window, T: tl.constexpr):
     """First tile of a row and its number of tiles; of vectors, too."""
     start = tl.where(window > 0, tl.maximum(length - window, 0), 0)
@@ -70,13 +83,13 @@ def piece_from(t, n, size, KIND: tl.constexpr):
 
 
 @triton.jit
-def batch(SEQ, B, KH, workers, window, param, rule, o_b, CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr):
+def batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr):
     """Tiles of the batch, all heads counted, and the parameter of its schedule."""
     total = tl.cast(0, tl.int64)
     rows = tl.cast(0, tl.int32)
     longest = tl.cast(0, tl.int32)
     for b0 in range(0, B, CHUNK):
-        _, n = row_tiles(tl.load(SEQ + b0 + o_b, mask=b0 + o_b < B, other=0), window, T)
+        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, b0 + o_b < B), window, T)
         total += tl.sum(n.to(tl.int64), 0)
         if KIND == SPLITS:
             rows += tl.sum((n > 0).to(tl.int32), 0)
@@ -87,12 +100,12 @@ def batch(SEQ, B, KH, workers, window, param, rule, o_b, CHUNK: tl.constexpr, T:
 
 
 @triton.jit
-def totals(SEQ, BEFORE, B, KH, workers, window, param, rule, o_b,
+def totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b,
            CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
     """`batch`, from the scan where there was one."""
     if SCANNED:
         return tl.load(BEFORE + B), tl.load(BEFORE + 2 * B + 2).to(tl.int32)
-    return batch(SEQ, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND)
+    return batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND)
 
 
 @triton.jit
@@ -122,7 +135,7 @@ def splits(rows, longest, KH, workers, param, rule, o_b, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def locate(SEQ, BEFORE, B, KH, target, window, param, rule, o_b,
+def locate(SEQ, BEFORE, B, KH, target, window, limit, param, rule, o_b,
            CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
     """The row that holds the linear tile `target`, and the tiles and pieces of all heads before the row.
 
@@ -140,14 +153,14 @@ def locate(SEQ, BEFORE, B, KH, target, window, param, rule, o_b,
     b0 = tl.cast(0, tl.int32)
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
-    _, n = row_tiles(tl.load(SEQ + o_b, mask=o_b < B, other=0), window, T)
+    _, n = row_tiles(length_of(SEQ, o_b, limit, o_b < B), window, T)
     here = tl.sum(n.to(tl.int64), 0) * KH
     while (tiles + here <= target) & (b0 + CHUNK < B):
         tiles += here
         if KIND != STREAM_K:
             cut += tl.sum(pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64), 0) * KH
         b0 += CHUNK
-        _, n = row_tiles(tl.load(SEQ + b0 + o_b, mask=b0 + o_b < B, other=0), window, T)
+        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, b0 + o_b < B), window, T)
         here = tl.sum(n.to(tl.int64), 0) * KH
     n = n.to(tl.int64) * KH
     before = (tiles + tl.cumsum(n, 0) <= target) & (b0 + o_b < B)
@@ -177,20 +190,20 @@ def cut_at(worker, workers, per, rest):
 
 
 @triton.jit
-def next_row(SEQ, row, window, T: tl.constexpr):
+def next_row(SEQ, row, window, limit, T: tl.constexpr):
     """The next row that has tiles, its length, first tile and tiles; the caller knows that there is one."""
     row += 1
-    length = tl.load(SEQ + row)
+    length = length_of(SEQ, row, limit)
     first, n = row_tiles(length, window, T)
     while n == 0:
         row += 1
-        length = tl.load(SEQ + row)
+        length = length_of(SEQ, row, limit)
         first, n = row_tiles(length, window, T)
     return row, length, first, n
 
 
 @triton.jit
-def start(SEQ, BEFORE, B, KH, worker, workers, total, window, param, rule, o_b,
+def start(SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b,
           CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
     """Where a worker's run begins: a cursor, and the linear tile at which it stops.
 
@@ -212,8 +225,8 @@ def start(SEQ, BEFORE, B, KH, worker, workers, total, window, param, rule, o_b,
     t = tl.cast(0, tl.int32)
     end = tl.cast(0, tl.int32)
     if at < stop:
-        row, tiles, cut = locate(SEQ, BEFORE, B, KH, at, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-        length = tl.load(SEQ + row)
+        row, tiles, cut = locate(SEQ, BEFORE, B, KH, at, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+        length = length_of(SEQ, row, limit)
         first, n = row_tiles(length, window, T)
         size = piece_size(n, param, rule, KH, KIND).to(tl.int32)
         within = (at - tiles).to(tl.int32)
@@ -229,19 +242,19 @@ def start(SEQ, BEFORE, B, KH, worker, workers, total, window, param, rule, o_b,
             end = boundary(piece + 1, n, size, KIND)
             if (t == n) & (at < stop):
                 row, length, first, n, size, cut, head, piece, t, end = next_unit(
-                    SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, param, rule, T, KIND)
+                    SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule, T, KIND)
     return row, length, first, n, size, cut, head, piece, t, end, at, stop
 
 
 @triton.jit
-def next_unit(SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, param, rule,
+def next_unit(SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule,
               T: tl.constexpr, KIND: tl.constexpr):
     """The cursor's fields at the next KV head or row."""
     head += 1
     if head == KH:
         head = tl.cast(0, tl.int32)
         cut += pieces(n, size, KIND).to(tl.int64) * KH
-        row, length, first, n = next_row(SEQ, row, window, T)
+        row, length, first, n = next_row(SEQ, row, window, limit, T)
         size = piece_size(n, param, rule, KH, KIND).to(tl.int32)
     piece = tl.cast(0, tl.int32)
     t = tl.cast(0, tl.int32)
@@ -253,13 +266,13 @@ def next_unit(SEQ, row, length, first, n, size, cut, head, KH, at, stop, window,
 
 
 @triton.jit
-def next_segment(SEQ, row, length, first, n, size, cut, head, piece, t, KH, at, stop, window, param, rule,
+def next_segment(SEQ, row, length, first, n, size, cut, head, piece, t, KH, at, stop, window, limit, param, rule,
                  T: tl.constexpr, KIND: tl.constexpr):
     """The cursor's fields at the segment after the one that ended at tile t; the caller knows that there is one."""
     end = t
     if t == n:
         row, length, first, n, size, cut, head, piece, t, end = next_unit(
-            SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, param, rule, T, KIND)
+            SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule, T, KIND)
     else:
         piece += 1
         end = boundary(piece + 1, n, size, KIND)

@@ -34,7 +34,7 @@ def tile_layout(tokens, columns, box, piece):
 
 
 @gluon.jit
-def _produce(K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window, param, rule,
+def _produce(K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window, limit, param, rule,
              row, length, first, n, size, cut, head, piece, t, end, at, stop,
              T: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
              STAGES: gl.constexpr):
@@ -71,12 +71,12 @@ def _produce(K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window,
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, param, rule, T, KIND)
+                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
 
 
 @gluon.jit
 def _consume(Q, SEQ, OUT, LSE, PART_O, PART_M, PART_L, k_tiles, v_tiles, full, empty, qk_scale,
-             KH, G, window, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, worker,
+             KH, G, window, limit, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, worker,
              row, length, first, n, size, cut, head, piece, t, end, at, stop,
              D: gl.constexpr, DV: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, GP: gl.constexpr,
              T: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr):
@@ -155,12 +155,12 @@ def _consume(Q, SEQ, OUT, LSE, PART_O, PART_M, PART_L, k_tiles, v_tiles, full, e
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, param, rule, T, KIND)
+                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
 
 
 @gluon.jit
 def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_scale,
-           B, KH, G, window, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, s_table,
+           B, KH, G, window, limit, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, s_table,
            D: gl.constexpr, DV: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, GP: gl.constexpr,
            T: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr, KIND: gl.constexpr,
            SCANNED: gl.constexpr, STAGES: gl.constexpr, COPY_REGISTERS: gl.constexpr, PDL: gl.constexpr):
@@ -184,15 +184,15 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     o_b = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    total, param = totals(SEQ, BEFORE, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
     row, length, first, n, size, cut, head, piece, t, end, at, stop = start(
-        SEQ, BEFORE, B, KH, worker, workers, total, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+        SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
     gl.warp_specialize([
         (_consume, (Q, SEQ, OUT, LSE, PART_O, PART_M, PART_L, k_tiles, v_tiles, full, empty, qk_scale,
-                    KH, G, window, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, worker,
+                    KH, G, window, limit, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, worker,
                     row, length, first, n, size, cut, head, piece, t, end, at, stop,
                     D, DV, DP, DVP, GP, T, KIND, STAGES)),
-        (_produce, (K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window, param, rule,
+        (_produce, (K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window, limit, param, rule,
                     row, length, first, n, size, cut, head, piece, t, end, at, stop,
                     T, BOX, PAGE, T * (DP + DVP) * 2, KIND, STAGES)),
     ], [1], [COPY_REGISTERS])

@@ -145,7 +145,7 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     stats = _round(slots * G)
     offsets = (0, _round(slots * G * DV), _round(slots * G * DV) + stats, _round(slots * G * DV) + 2 * stats)
     scratch = offsets[3] + (2 * (2 * B + 3) if scanned else 0)
-    cuts = (0 if window is None else min(window, MAX_LENGTH), cut.param, cut.rule)
+    cuts = (0 if window is None else min(window, MAX_LENGTH), min(capacity, MAX_LENGTH), cut.param, cut.rule)
     ends = (*out_strides[:2], *lse_strides)
     s_table = 0 if table is None else table[1][0]
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from wavefill.backends.gpu.cursor import STREAM_K, batch, cut_at, divide, locate, piece_size, pieces, row_tiles, totals
+from wavefill.backends.gpu.cursor import STREAM_K, batch, cut_at, divide, length_of, locate, piece_size, pieces, row_tiles, totals
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def owner(at, total, workers):
 
 
 @triton.jit
-def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, window, param, rule,
+def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, window, limit, param, rule,
           s_ob, s_oh, s_lb, s_lh,
           DV: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr,
           KIND: tl.constexpr, BY_WORKER: tl.constexpr, SCANNED: tl.constexpr, PDL: tl.constexpr):
@@ -36,7 +36,7 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
     o_c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     o_s = tl.arange(0, STATES)
     m_c = o_c < DV
-    total, param = totals(SEQ, BEFORE, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
     per, rest = divide(total, workers)
     row = tl.cast(0, tl.int32)
     head = tl.cast(0, tl.int32)
@@ -45,14 +45,14 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
     cut = tl.cast(0, tl.int64)
     if BY_WORKER:
         for empty in range(pid, B, tl.num_programs(0)):
-            _, there = row_tiles(tl.load(SEQ + empty), window, T)
+            _, there = row_tiles(length_of(SEQ, empty, limit), window, T)
             if there == 0:
                 for h in range(0, KH):
                     _nothing(OUT, LSE, empty, h * G + g, o_c, m_c, s_ob, s_oh, s_lb, s_lh)
         mine = cut_at(pid, workers, per, rest)
         if (total > 0) & (mine < total):
-            row, tiles, cut = locate(SEQ, BEFORE, B, KH, mine, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-            _, n = row_tiles(tl.load(SEQ + row), window, T)
+            row, tiles, cut = locate(SEQ, BEFORE, B, KH, mine, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+            _, n = row_tiles(length_of(SEQ, row, limit), window, T)
             head = (mine - tiles).to(tl.int32) // n
             begin = tiles + head.to(tl.int64) * n
             first = owner(begin, total, workers) == owner(tl.maximum(mine - 1, begin), total, workers)
@@ -61,11 +61,11 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
     else:
         row = pid // KH
         head = pid % KH
-        _, n = row_tiles(tl.load(SEQ + row), window, T)
+        _, n = row_tiles(length_of(SEQ, row, limit), window, T)
         if n == 0:
             _nothing(OUT, LSE, row, head * G + g, o_c, m_c, s_ob, s_oh, s_lb, s_lh)
         else:
-            begin, cut = _before(SEQ, BEFORE, B, KH, row, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+            begin, cut = _before(SEQ, BEFORE, B, KH, row, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
             begin += head.to(tl.int64) * n
     low = tl.cast(0, tl.int64)
     high = tl.cast(0, tl.int64)
@@ -116,7 +116,7 @@ def _nothing(OUT, LSE, row, query, o_c, m_c, s_ob, s_oh, s_lb, s_lh):
 
 
 @triton.jit
-def _before(SEQ, BEFORE, B, KH, row, window, param, rule, o_b,
+def _before(SEQ, BEFORE, B, KH, row, window, limit, param, rule, o_b,
             CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
     """Tiles and pieces of all heads of the rows before `row`."""
     if SCANNED:
@@ -124,7 +124,7 @@ def _before(SEQ, BEFORE, B, KH, row, window, param, rule, o_b,
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
     for b0 in range(0, row, CHUNK):
-        _, n = row_tiles(tl.load(SEQ + b0 + o_b, mask=b0 + o_b < row, other=0), window, T)
+        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, b0 + o_b < row), window, T)
         tiles += tl.sum(n.to(tl.int64), 0)
         if KIND != STREAM_K:
             cut += tl.sum(pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64), 0)
@@ -132,7 +132,7 @@ def _before(SEQ, BEFORE, B, KH, row, window, param, rule, o_b,
 
 
 @triton.jit
-def prefix(SEQ, BEFORE, B, KH, workers, window, param, rule,
+def prefix(SEQ, BEFORE, B, KH, workers, window, limit, param, rule,
            T: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):
     """BEFORE [2 * B + 3] int64: tiles [B + 1] and pieces [B + 1] of all heads of the rows before each, then the
     schedule's parameter; one program.
@@ -140,12 +140,12 @@ def prefix(SEQ, BEFORE, B, KH, workers, window, param, rule,
     Runs first when there are more requests than a worker scans by itself.
     """
     o_b = tl.arange(0, CHUNK)
-    total, param = batch(SEQ, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND)
+    total, param = batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND)
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
     for b0 in range(0, B, CHUNK):
         m_b = b0 + o_b < B
-        _, n = row_tiles(tl.load(SEQ + b0 + o_b, mask=m_b, other=0), window, T)
+        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, m_b), window, T)
         parts = pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64) * KH
         n = n.to(tl.int64) * KH
         tl.store(BEFORE + b0 + o_b, tiles + tl.cumsum(n, 0) - n, mask=m_b)

@@ -12,7 +12,7 @@ from wavefill.backends.gpu.cursor import STREAM_K, next_segment, pieces, start, 
 
 @triton.jit
 def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_scale,
-           B, KH, G, page_size, window, param, rule,
+           B, KH, G, page_size, window, limit, param, rule,
            s_qb, s_qh, s_kp, s_kt, s_kh, s_kd, s_vp, s_vt, s_vh, s_vd, s_ob, s_oh, s_lb, s_lh, s_table,
            D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
            CHUNK: tl.constexpr, KIND: tl.constexpr, PAGED: tl.constexpr, SCANNED: tl.constexpr, UNIT: tl.constexpr,
@@ -27,9 +27,9 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     o_b = tl.arange(0, CHUNK)
-    total, param = totals(SEQ, BEFORE, B, KH, workers, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
     row, length, first, n, size, cut, head, piece, t, end, at, stop = start(
-        SEQ, BEFORE, B, KH, worker, workers, total, window, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+        SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
     o_g = tl.arange(0, GP)
     o_d = tl.arange(0, DP)
     o_v = tl.arange(0, DVP)
@@ -97,4 +97,4 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, param, rule, T, KIND)
+                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
