@@ -51,15 +51,19 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
         b_acc = tl.zeros([GP, DVP], tl.float32)
         row_table = TABLE + row.to(tl.int64) * s_table
         low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        pages = _pages(row_table, (first + t) * T + o_t, low, length, page_size, PAGED)
         for tile in tl.range(first + t, first + end, num_stages=STAGES):
             token = tile * T + o_t
             m_t = (token >= low) & (token < length)
             if PAGED:
-                page = tl.load(row_table + token // page_size, mask=m_t, other=0).to(tl.int64)
+                page = pages.to(tl.int64)
                 place = token % page_size
             else:
                 page = tl.full([T], 0, tl.int64) + row
                 place = token
+            # Read a tile ahead. Were they read for this tile, the compiler would give half of the stages to them,
+            # and K and V would share what is left.
+            pages = _pages(row_table, token + T, low, length, page_size, PAGED)
             k_row = K + page * s_kp + place.to(tl.int64) * s_kt + head.to(tl.int64) * s_kh
             v_row = V + page * s_vp + place.to(tl.int64) * s_vt + head.to(tl.int64) * s_vh
             b_k = tl.load(k_row[:, None] + o_d[None, :].to(tl.int64) * s_kd, mask=m_t[:, None] & m_d[None, :], other=0.0)
@@ -98,3 +102,11 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
                 SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
+
+
+@triton.jit
+def _pages(row_table, token, low, length, page_size, PAGED: tl.constexpr):
+    """The pages of a vector of tokens, 0 for those that are not seen."""
+    if PAGED:
+        return tl.load(row_table + token // page_size, mask=(token >= low) & (token < length), other=0)
+    return tl.zeros_like(token)
