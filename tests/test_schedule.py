@@ -53,6 +53,17 @@ def test_every_tile_once_and_in_order(schedule, rows, KH, W, T):
 
 
 @given(schedules, ranges, heads, workers, tiles)
+def test_a_gpu_worker_owns_the_segments_that_begin_in_its_tiles(schedule, rows, KH, W, T):
+    table = make(schedule, rows, KH, W, T)
+    N, before = table.tiles, 0
+    for owner, cost in zip(table.owner.tolist(), table.cost.tolist(), strict=True):
+        assert owner * N // W <= before < (owner + 1) * N // W
+        before += cost
+    if table.kind == "stream_k":
+        assert table.owner.tolist() == table.worker.tolist()
+
+
+@given(schedules, ranges, heads, workers, tiles)
 def test_workers_and_timeline(schedule, rows, KH, W, T):
     line = sch.Timeline(make(schedule, rows, KH, W, T))
     table = line.table

@@ -19,6 +19,9 @@ fixed      every row has the same split count S (or the same chunk of tokens); p
            whichever worker is free
 invariant  pieces of a chunk of tokens counted from the row's own first tile, so that they depend on the row alone;
            claimed like those of `fixed`
+
+A CPU's threads claim pieces (`Table.worker`). On a GPU they are owned instead (`Table.owner`): worker w has the pieces
+that begin within the tiles that stream_k would give it, so no worker waits for a counter and none has to be reset.
 """
 
 from __future__ import annotations
@@ -246,6 +249,13 @@ class Table:
         everywhere (the earliest free worker takes the next segment, ties go to the lowest number)."""
         return self._places[0]
 
+    @cached_property
+    def owner(self) -> Ints:
+        """[segments] worker of each segment on a GPU: the one in whose linear tiles [w*N//W, (w+1)*N//W) the segment
+        begins, whatever the schedule; for stream_k the same as `worker`."""
+        before = np.cumsum(self.cost) - self.cost
+        return ((before + 1) * self.workers - 1) // max(self.tiles, 1)
+
     @property
     def t0(self) -> Ints:
         """[segments] when its worker starts each segment, in tiles."""
@@ -265,8 +275,7 @@ class Table:
         if self.plan.kind != STREAM_K:
             return _claim(self.cost, self.workers)
         before = np.cumsum(self.cost) - self.cost
-        worker = ((before + 1) * self.workers - 1) // max(self.tiles, 1)
-        return worker, before - worker * self.tiles // self.workers
+        return self.owner, before - self.owner * self.tiles // self.workers
 
 
 def build(plan: Plan, starts: ArrayLike, stops: ArrayLike, KH: int, workers: int, tile: int) -> Table:
