@@ -79,8 +79,8 @@ class Box:
 
     __slots__ = ("base", "padding", "shape", "strides")
 
-    def __init__(self, shape: Shape, strides: Shape) -> None:
-        self.padding = "zero"
+    def __init__(self, base: Tensor, shape: Shape, strides: Shape) -> None:
+        self.base, self.padding = base, "zero"
         pages, tokens, heads, columns = shape
         page, token, head = (s if n > 1 else 64 for s, n in zip(strides[:3], shape[:3], strict=True))
         piece = kernels.piece_of(columns)
@@ -92,6 +92,12 @@ class Box:
 def sm_count(device: int) -> int:
     """Streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def dependent_launch(device: int) -> bool:
+    """Whether a device can begin a kernel while the one before it ends, which kernels ask for by `PDL`."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def boxes_fit(shape: Shape, strides: Shape, paged: bool, box: int) -> bool:
@@ -134,7 +140,8 @@ class Call:
 @lru_cache(maxsize=4096)
 def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_strides: Shape, v_shape: Shape,
           v_strides: Shape, table: tuple[Shape, Shape] | None, out_strides: Shape, lse_strides: Shape, aligned: bool,
-          scale: float, window: int | None, schedule: Schedule, config: Config, workers: int, interpret: bool) -> Call:
+          scale: float, window: int | None, schedule: Schedule, config: Config, workers: int, pdl: bool,
+          interpret: bool) -> Call:
     B, HQ, D = q_shape
     page_size, KH, DV = k_shape[1], k_shape[2], v_shape[3]
     G, tile, units = HQ // KH, config.tile, B * KH
@@ -149,8 +156,8 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     ends = (*out_strides[:2], *lse_strides)
     s_table = 0 if table is None else table[1][0]
 
-    common = {"D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "GP": max(_power(G), 16), "T": tile,
-              "CHUNK": CHUNK, "KIND": cut.kind, "SCANNED": scanned, "STAGES": config.stages, "PDL": not interpret}
+    common: dict[str, Any] = {"D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "GP": max(_power(G), 16), "T": tile,
+              "CHUNK": CHUNK, "KIND": cut.kind, "SCANNED": scanned, "STAGES": config.stages, "PDL": pdl}
     if config.box:
         page = 0 if table is None else page_size
         common |= {"BOX": config.box, "PAGE": page, "COPY_REGISTERS": COPY_REGISTERS}
@@ -173,8 +180,8 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     columns, states, warps = merge_shape(merge_rows * G, DV)
     merge = Variant("merge", dtype, constants({
         "DV": DV, "COLUMNS": columns, "STATES": states, "T": tile, "CHUNK": CHUNK, "KIND": cut.kind,
-        "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": not interpret,
-    }), warps, pdl=not interpret, unaligned=("OUT", "SEQ", "LSE"))
+        "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": pdl,
+    }), warps, pdl=pdl, unaligned=("OUT", "SEQ", "LSE"))
     merge_args = (B, KH, G, workers, *cuts, *ends, *kernels.values(merge))
 
     prefix = None
@@ -211,30 +218,32 @@ def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | No
         and not (k.data_ptr() | v.data_ptr()) % 16)
     call = _plan(_DTYPE_NAMES[q.dtype], q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
                  None if table is None else (table.shape, table.stride()), out.stride(), lse.stride(), aligned, scale,
-                 window, schedule, config, workers, interpret)
+                 window, schedule, config, workers, not interpret and dependent_launch(q.device.index), interpret)
     # torch's allocator knows about streams and graphs, so the buffer is this call's own, also in a captured graph.
     scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
     if table is None:
         table = seq_lens
     addresses: tuple[Any, ...]
+    caches: tuple[Any, Any] = k, v
     if interpret:
+        run = _interpret
         parts = [scratch[at:] for at in call.offsets]
         parts[3] = parts[3].view(torch.int64)
+        q_at: Any = q
         addresses = (seq_lens, table, out, lse, *parts)
-        run, q_at, k_at, v_at = _interpret, q, k, v
     else:
+        run = _run
         base = scratch.data_ptr()
+        q_at = q.data_ptr()
         addresses = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(),
                      *(base + 4 * at for at in call.offsets))
-        run, q_at, k_at, v_at = _run, q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if call.boxes is not None:
-            k_at, v_at = Box(*call.boxes[0]), Box(*call.boxes[1])
-            k_at.base, v_at.base = k, v
+        caches = ((k.data_ptr(), v.data_ptr()) if call.boxes is None else
+                  (Box(k, *call.boxes[0]), Box(v, *call.boxes[1])))
     seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = addresses
     device = q.device.index
     if call.prefix is not None:
         run(call.prefix, device, (1, 1, 1), seq, before, *call.prefix_args)
-    run(call.attention, device, call.attention_grid, q_at, k_at, v_at, table_at, seq, before, out_at, lse_at, part_o,
+    run(call.attention, device, call.attention_grid, q_at, *caches, table_at, seq, before, out_at, lse_at, part_o,
         part_m, part_l, *call.attention_args)
     run(call.merge, device, call.merge_grid, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
 
