@@ -185,7 +185,8 @@ BAD: dict[str, tuple[dict[str, Any], type[WavefillError], str, str]] = {
     "v-scale-heads": (paged(v_scale=torch.ones(KH)), InvalidArgument, "v_scale: is not in", "a tensor of shape [2]"),
     "softmax": (paged(softmax="unified"), InvalidArgument, "softmax: is not in this version", "'unified'"),
     "softmax-none": (paged(softmax=None), InvalidArgument, "softmax: is not in this version", "None"),
-    "sm-budget": (paged(sm_budget=8), InvalidArgument, "sm_budget: is not in this version", "8"),
+    "sm-budget": (paged(sm_budget=8), InvalidArgument, "sm_budget: limits the SMs of a GPU", "8"),
+    "sm-budget-zero": (paged(sm_budget=0), InvalidArgument, "sm_budget: must be at least 1", "0"),
     "kv-shard": (paged(kv_shard=(0, 2, 16)), InvalidArgument, "kv_shard: is not in this version", "(0, 2, 16)"),
     "mask": (packed(mask=torch.ones(5, 7, dtype=torch.bool)), InvalidArgument, "mask: is not in this version",
              "a tensor of shape [5, 7]"),
@@ -230,7 +231,7 @@ def test_a_refused_call_leaves_out_as_it_was(kind: str) -> None:
 @pytest.mark.parametrize("impl", ["gpu", "triton", "CPU", ""])
 def test_an_impl_that_does_not_exist(impl: str) -> None:
     assert_complains(lambda: call(paged(impl=impl)), BackendUnavailable,
-                     "impl: must be one of 'auto', 'cpu' in this version", repr(impl))
+                     "impl: must be one of 'auto', 'cpu', 'cuda' in this version", repr(impl))
 
 
 def test_a_head_size_without_a_kernel() -> None:

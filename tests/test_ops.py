@@ -196,8 +196,8 @@ def test_other_devices_are_refused_by_name() -> None:
         q, kv, new = (torch.empty(shape, device="cuda") for shape in ((1, 4, 8), (4, 16, 2, 8), (1, 2, 8)))
         lens, table = (torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((1,), (1, 1)))
         slots, lses = torch.empty(1, dtype=torch.int64, device="cuda"), torch.empty(1, 4, device="cuda")
+        assert wavefill.decode_attention(q, kv, kv, lens, table).shape == q.shape
         for call in (
-            lambda: wavefill.decode_attention(q, kv, kv, lens, table),
             lambda: wavefill.merge_states(q, lses),
             lambda: WAVEFILL.append(kv, kv, new, new, slots),
         ):
@@ -207,7 +207,7 @@ def test_other_devices_are_refused_by_name() -> None:
 
 def test_the_dispatcher_reaches_the_refusal_where_no_kernel_is() -> None:
     with pytest.raises(BackendUnavailable, match="got cuda:3"):
-        ops._elsewhere(ops.merge_states)(torch.empty(1), _OnAGpu())
+        ops._elsewhere(ops.merge_states, ("cpu",))(torch.empty(1), _OnAGpu())
     for name in ("attention", "attention_out", "append", "merge_states", "flat_linear"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"wavefill::{name}", "CompositeExplicitAutograd")
 

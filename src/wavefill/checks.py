@@ -20,6 +20,8 @@ from wavefill.spec import DTYPE_BYTES, BackendUnavailable, InvalidArgument, comp
 
 #: torch's dtypes under the names of `spec.DTYPE_BYTES`.
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
+#: Devices with a backend for attention, and for the other operators.
+ATTENTION_DEVICES = ("cpu", "cuda")
 DEVICES = ("cpu",)
 
 #: Rows that a flat linear layer takes.
@@ -31,6 +33,7 @@ _FLOAT32 = torch.float32
 _CPU = torch.device("cpu")
 #: Devices on which an operator runs; "meta" computes shapes alone.
 _RUNS_ON = (*DEVICES, "meta")
+_ATTENDS_ON = (*ATTENTION_DEVICES, "meta")
 
 
 def attention(
@@ -74,8 +77,8 @@ def attention(
         raise _dtype("v_cache", f"that of q ({dtype})", v_cache, "Keep K and V in one dtype.")
 
     device = q.device
-    if device != _CPU and device.type not in _RUNS_ON:
-        raise unavailable(device)
+    if device != _CPU and device.type not in _ATTENDS_ON:
+        raise unavailable(device, ATTENTION_DEVICES)
     if k_cache.device != device:
         raise _device("k_cache", k_cache, device)
     if v_cache is not None and v_cache.device != device:
@@ -357,10 +360,10 @@ def _as_bytes(geometry: _Geometry) -> np.ndarray[Any, Any]:
 _HINT = "It is an upper bound known to the host; leave it out if there is none."
 
 
-def unavailable(device: torch.device) -> BackendUnavailable:
-    """No backend of this version runs on the device."""
+def unavailable(device: torch.device, devices: Sequence[str] = DEVICES) -> BackendUnavailable:
+    """No backend of this version runs the operator on the device."""
     return BackendUnavailable(complaint(
-        "device", f"this version of wavefill has a backend for {', '.join(DEVICES)} alone", device,
+        "device", f"this version of wavefill has a backend for {' and '.join(devices)} alone", device,
         'Move the tensors with .to("cpu"), or use torch\'s scaled_dot_product_attention there.',
     ))
 

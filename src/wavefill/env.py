@@ -29,9 +29,12 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("WAVEFILL_CACHE_DIR", Path, "the user's cache folder", "Folder for converted models."),
+    Variable("WAVEFILL_CACHE_DIR", Path, "the user's cache folder, and Triton's own for GPU kernels",
+             "Folder for converted models and compiled GPU kernels."),
     Variable("WAVEFILL_PEERS", Path, "none",
              "Folder of kernels that `bench --device cuda` compares with: fa3.so, and Python packages in site/."),
+    Variable("WAVEFILL_CHECK", bool, "0",
+             "1: lengths and page ids on a GPU are checked at every call, which waits for the device."),
     Variable("WAVEFILL_DEBUG", bool, "0", "1: the command line shows the traceback of an unexpected error."),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

@@ -1,4 +1,4 @@
-"""The operators, registered with torch.library: their schemas, what runs on the CPU, and what fake tensors get.
+"""The operators, registered with torch.library: their schemas, what runs on each device, and what fake tensors get.
 
 The public functions, a captured graph and a direct call of `torch.ops.wavefill` all come through here, so the rules
 for tensors are checked here, once a call. Operators are declared with `Library.define` and `impl`: a call costs a
@@ -13,7 +13,7 @@ wavefill::flat_linear(x, weight, bias) -> out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wavefill import checks, select
-from wavefill.backends import cpu
+from wavefill.backends import cpu, gpu
 from wavefill.hardware import CPU_TILE
 from wavefill.spec import (
     AttentionSpec,
@@ -40,7 +40,7 @@ _lib: Any = torch.library.Library("wavefill", "DEF")  # type: ignore[no-untyped-
 _CALL = (
     "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
     "float? scale=None, bool causal=True, SymInt? window=None, SymInt? head_dim_v=None, str schedule='auto', "
-    "SymInt? max_seq_len=None, SymInt? max_q_len=None"
+    "SymInt? max_seq_len=None, SymInt? max_q_len=None, SymInt? sm_budget=None"
 )
 
 
@@ -105,13 +105,14 @@ def _attention(
     schedule: str = "auto",
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
+    sm_budget: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
     T, HQ, _ = q.shape
     out, lse = q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)
     _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale, causal, window, DV, schedule,
-            max_seq_len, max_q_len)
+            max_seq_len, max_q_len, sm_budget)
     return out, lse
 
 
@@ -129,6 +130,7 @@ def _attention_out(
     schedule: str = "auto",
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
+    sm_budget: int | None = None,
     *,
     out: Tensor,
 ) -> Tensor:
@@ -141,10 +143,11 @@ def _attention_out(
     ))
     T, HQ, _ = q.shape
     lse = q.new_empty((T, HQ), dtype=torch.float32)
-    # The kernel writes rows of unit stride; a result that is laid out otherwise takes a detour.
-    rows = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    # Kernels write rows of unit stride, those of a GPU whole 16 bytes; a result laid out otherwise takes a detour.
+    straight = out.stride(2) == 1 and not (out.is_cuda and _unaligned(out))
+    rows = out if straight else torch.empty_like(out, memory_format=torch.contiguous_format)
     _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV, schedule,
-            max_seq_len, max_q_len)
+            max_seq_len, max_q_len, sm_budget)
     if rows is not out:
         out.copy_(rows)
     return lse
@@ -166,28 +169,63 @@ def _launch(
     schedule: str,
     max_seq_len: int | None,
     max_q_len: int | None,
+    sm_budget: int | None,
 ) -> None:
-    """Fills `out` and `lse` on the CPU. Tensors have passed `checks.attention`."""
+    """Fills `out` and `lse`. Tensors have passed `checks.attention`."""
     D = q.shape[2]
-    auto = cpu_schedule(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
+    on_gpu = q.is_cuda
+    auto = (gpu_schedule if on_gpu else cpu_schedule)(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
     chosen = decode_schedule(schedule)
-    if max_seq_len is not None or max_q_len is not None:
-        _hold_hints(seq_lens, cu_seqlens_q, max_seq_len, max_q_len)
+    if chosen == "auto":
+        chosen = auto
     if v_cache is None:
         v_cache = k_cache.narrow(3, 0, DV)
-    if q.stride(2) != 1:
+    if q.stride(2) != 1 or (on_gpu and _unaligned(q)):
         q = q.contiguous()
     if not seq_lens.is_contiguous():
         seq_lens = seq_lens.contiguous()
-    if cu_seqlens_q is not None and not cu_seqlens_q.is_contiguous():
-        cu_seqlens_q = cu_seqlens_q.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
+    scale = D**-0.5 if scale is None else scale
+    if on_gpu:
+        if cu_seqlens_q is not None:
+            raise BackendUnavailable(complaint(
+                "cu_seqlens_q", "the GPU backend of this version serves one query token a request", "offsets",
+                "Use wavefill.decode_attention, or move the tensors to the CPU."))
+        gpu.attention(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
+                      schedule=chosen, sm_budget=sm_budget)
+        return
+    if sm_budget is not None:
+        raise invalid("sm_budget", "limits the SMs of a GPU, and these tensors live on the CPU", sm_budget,
+                      "Use torch.set_num_threads there.")
+    if max_seq_len is not None or max_q_len is not None:
+        _hold_hints(seq_lens, cu_seqlens_q, max_seq_len, max_q_len)
+    if cu_seqlens_q is not None and not cu_seqlens_q.is_contiguous():
+        cu_seqlens_q = cu_seqlens_q.contiguous()
     cpu.attention(
-        q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse,
-        scale=D**-0.5 if scale is None else scale, causal=causal, window=window,
-        schedule=auto if chosen == "auto" else chosen,
+        q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale=scale, causal=causal, window=window,
+        schedule=chosen,
     )
+
+
+def _unaligned(x: Tensor) -> bool:
+    """Whether some row of a tensor does not start at whole 16 bytes."""
+    item = x.element_size()
+    return bool(x.data_ptr() % 16 or x.stride(0) * item % 16 or x.stride(1) * item % 16)
+
+
+@lru_cache(maxsize=256)
+def gpu_schedule(HQ: int, KH: int, D: int, DV: int, dtype: str) -> Schedule:
+    """What "auto" means on a GPU, where lengths are not known to the host; raises for a shape without a kernel.
+
+    stream_k: no schedule ends before the one that gives every worker the same number of tiles, and it leaves at most
+    two partial states a worker, however the lengths are spread.
+    """
+    reason = gpu.capability(AttentionSpec(HQ, KH, D, DV, dtype))
+    if reason is not None:
+        raise BackendUnavailable(complaint("impl", "the GPU backend cannot serve this call", reason,
+                                           'Move the tensors to the CPU and use impl="cpu".'))
+    return StreamK()
 
 
 @lru_cache(maxsize=256)
@@ -229,6 +267,7 @@ def _attention_fake(
     schedule: str = "auto",
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
+    sm_budget: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
@@ -289,14 +328,14 @@ def _flat_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 _REFUSED = ("CompositeExplicitAutograd", "AutogradNestedTensor")
 
 
-def _elsewhere(operator: Any) -> Callable[..., Any]:
+def _elsewhere(operator: Any, devices: Sequence[str]) -> Callable[..., Any]:
     """What runs where no kernel does: it says so, in place of the dispatcher's list of keys or torch's own failure."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         tensors = _named_tensors(operator, args, kwargs)
         for tensor in tensors.values():
-            if tensor.device.type not in checks.DEVICES:
-                raise checks.unavailable(tensor.device)
+            if tensor.device.type not in devices:
+                raise checks.unavailable(tensor.device, devices)
         for name, tensor in tensors.items():
             checks.plain(name, tensor)
         raise invalid("torch.ops.wavefill", "has no kernel for these tensors",
@@ -343,23 +382,28 @@ def _named_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
-def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _register(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], devices: Sequence[str] = checks.DEVICES
+) -> Any:
     name = schema.partition("(")[0]
     _lib.define(schema)
     operator = getattr(torch.ops.wavefill, name).default
-    _lib.impl(name, run, "CPU")
+    for device in devices:
+        _lib.impl(name, run, device.upper())
     for key in _REFUSED:
-        _lib.impl(name, _elsewhere(operator), key)
+        _lib.impl(name, _elsewhere(operator, devices), key)
     if operator._schema.is_mutable:  # torch's own way with a turned sign fails on an operator that writes
-        _lib.impl(name, _elsewhere(operator), "Negative")
+        _lib.impl(name, _elsewhere(operator, devices), "Negative")
     _lib.impl(name, _transformed(operator), "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(f"wavefill::{name}", fake, lib=_lib)
     return operator
 
 
-attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attention, _attention_fake)
+attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attention, _attention_fake,
+                      checks.ATTENTION_DEVICES)
 attention_out = _register(
-    f"attention_out({_CALL}, *, Tensor(a!) out) -> Tensor lse", _attention_out, _attention_out_fake
+    f"attention_out({_CALL}, *, Tensor(a!) out) -> Tensor lse", _attention_out, _attention_out_fake,
+    checks.ATTENTION_DEVICES,
 )
 append = _register(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()", _append, _append_fake

@@ -138,13 +138,15 @@ def _gpus() -> Facts:
         import torch
     except ImportError:
         return {"devices": "unknown: torch is not installed"}
-    found: Facts = {"usable": "no: this version has no GPU backend"}
+    found: Facts = {}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        from wavefill.backends.gpu import device_gap
+
         properties = torch.cuda.get_device_properties(i)
-        found[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    if len(found) == 1:
-        found["devices"] = "none that torch can use"
-    return found
+        gap = device_gap(i)
+        found[f"cuda:{i}"] = (f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB; "
+                              f"usable: {'yes' if gap is None else f'no: {gap}'}")
+    return found or {"devices": "none that torch can use"}
 
 
 def _transformers() -> Facts:

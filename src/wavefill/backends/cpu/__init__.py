@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wavefill.backends.values import value_error
 from wavefill.hardware import CPU_MAX_HEAD_DIM, CPU_TILE, cpu_gap
 from wavefill.schedule import resolve
 from wavefill.spec import (
     MAX_LENGTH,
     AttentionSpec,
     Fixed,
-    InvalidArgument,
     Schedule,
     StreamK,
     invalid,
@@ -103,7 +103,7 @@ def attention(
         DTYPE_CODES[q.dtype], scale, causal, window or 0, tile, kind, param, workers, threads,
     )
     if fault is not None:
-        raise _value_error(*fault, capacity=k_cache.shape[1] * max_pages, pages=pages, tokens=T)
+        raise value_error(*fault, capacity=k_cache.shape[1] * max_pages, pages=pages, tokens=T)
 
 
 def _key_ranges(
@@ -113,30 +113,6 @@ def _key_ranges(
     offsets = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     rows = _core.rows(lengths, list(offsets), group, causal, window or 0)
     return [r[3] for r in rows], [r[4] for r in rows]
-
-
-def _value_error(
-    fault: int, request: int, value: int, slot: int, *, capacity: int, pages: int, tokens: int
-) -> InvalidArgument:
-    match fault:
-        case 1:
-            return invalid(f"seq_lens[{request}]", "must not be negative", value,
-                           "A request without keys has length 0.")
-        case 2:
-            return invalid(f"seq_lens[{request}]", f"must be at most the cache's capacity of {capacity} tokens", value,
-                           "Widen block_table or the cache, or shorten the request.")
-        case 3:
-            rule = f"must be a page id from 0 to {pages - 1}" if pages else "must not be read, as there are no pages"
-            return invalid(f"block_table[{request}, {slot}]", rule, value,
-                           "Slots past a request's last page may hold anything; this one is read.")
-        case 4:
-            return invalid("cu_seqlens_q[0]", "must be 0", value, "Offsets start at the first query token.")
-        case 5:
-            return invalid(f"cu_seqlens_q[{request + 1}]", "must not be below the offset before it", value,
-                           "Build it as a running sum of the query lengths.")
-        case _:
-            return invalid("cu_seqlens_q[-1]", f"must be at most the {tokens} query tokens of q", value,
-                           "Pass all query tokens, or a smaller last offset.")
 
 
 def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

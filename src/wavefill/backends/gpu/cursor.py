@@ -16,7 +16,8 @@ import triton.language as tl
 
 #: How segments are cut; `schedule.Plan.kind` and its parameter become one of these and a rule.
 STREAM_K, SPLITS, CHUNKS = (tl.constexpr(i) for i in range(3))
-#: How the parameter of SPLITS or CHUNKS is meant: as given; FIXED_ITEMS_PER_WORKER; FlashDecoding's; the bound of invariant.
+#: How the parameter of SPLITS or CHUNKS is meant: as given; FIXED_ITEMS_PER_WORKER; FlashDecoding's; the bound of
+#: invariant.
 GIVEN, ITEMS, FLASHDECODING, BOUNDED = (tl.constexpr(i) for i in range(4))
 #: Constants of `wavefill.schedule`; a test holds them equal.
 ITEMS_PER_WORKER = tl.constexpr(4)
@@ -83,7 +84,8 @@ def piece_from(t, n, size, KIND: tl.constexpr):
 
 
 @triton.jit
-def batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr):
+def batch(SEQ, B, KH, workers, window, limit, param, rule, o_b,
+          CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr):
     """Tiles of the batch, all heads counted, and the parameter of its schedule."""
     total = tl.cast(0, tl.int64)
     rows = tl.cast(0, tl.int32)
@@ -258,10 +260,9 @@ def next_unit(SEQ, row, length, first, n, size, cut, head, KH, at, stop, window,
         size = piece_size(n, param, rule, KH, KIND).to(tl.int32)
     piece = tl.cast(0, tl.int32)
     t = tl.cast(0, tl.int32)
+    end = boundary(piece + 1, n, size, KIND)
     if KIND == STREAM_K:
         end = tl.minimum(n, stop - at).to(tl.int32)
-    else:
-        end = boundary(piece + 1, n, size, KIND)
     return row, length, first, n, size, cut, head, piece, t, end
 
 

@@ -1,4 +1,4 @@
-"""Decode attention for Hopper, in Gluon: a warp that only copies, fed by nothing but lengths, and warps that only compute.
+"""Decode attention for Hopper, in Gluon: a warp that only copies, and warps that only compute.
 
 The plain Triton kernel drains its pipeline at the end of every segment and computes an address for every 16 bytes it
 copies. Here one warp, the producer, walks all of a worker's tiles with a cursor of its own and asks the tensor memory
@@ -71,7 +71,8 @@ def _produce(K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window,
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
+                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
+                T, KIND)
 
 
 @gluon.jit
@@ -155,7 +156,8 @@ def _consume(Q, SEQ, OUT, LSE, PART_O, PART_M, PART_L, k_tiles, v_tiles, full, e
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
+                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
+                T, KIND)
 
 
 @gluon.jit
@@ -170,8 +172,8 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES * (T // BOX)] + K.block_shape, K.layout)
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES * (T // BOX)] + V.block_shape, V.layout)
+    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES * (T // BOX)] + K.block_shape, K.layout)  # noqa: RUF005
+    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES * (T // BOX)] + V.block_shape, V.layout)  # noqa: RUF005
     k_tiles = k_smem._reinterpret(K.dtype, [STAGES, T, DP], tile_layout(T, DP, BOX, K.block_shape[4]))
     v_tiles = v_smem._reinterpret(V.dtype, [STAGES, T, DVP], tile_layout(T, DVP, BOX, V.block_shape[4]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -7,10 +7,15 @@ signature and launched through Triton's own launcher, without its per-call speci
 
 from __future__ import annotations
 
+import atexit
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+from wavefill import env
 
 #: Kernels compiled so far in this process; tests hold it still while lengths and batches change.
 compiled_count = 0
@@ -128,18 +133,47 @@ class Compiled:
 
     def __init__(self, variant: Variant) -> None:
         import triton
+        from triton import knobs
         from triton.runtime import driver
 
         global compiled_count
         compiled_count += 1
-        self._kernel = triton.compile(source(variant), target=driver.active.get_current_target(),
-                                      options=options(variant))
-        self._run = self._kernel.run  # loads the module
+        with knobs.cache.scope():
+            if folder := _cache_folder(knobs.cache.dir):
+                knobs.cache.dir = folder
+            self._kernel = triton.compile(source(variant), target=driver.active.get_current_target(),
+                                          options=options(variant))
+            self._run = self._kernel.run  # loads the module
         self._function = self._kernel.function
         self._packed = self._kernel.packed_metadata
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
         self._run(*grid, stream, self._function, self._packed, None, None, None, *args)
+
+
+def _cache_folder(triton_folder: str) -> str | None:
+    """Where compiled kernels are kept, None for Triton's own folder.
+
+    WAVEFILL_CACHE_DIR moves them; where neither can be written (a read-only home), a folder of this process serves.
+    """
+    if env.get("WAVEFILL_CACHE_DIR") is None:
+        folder, own = Path(triton_folder), None
+    else:
+        folder = env.cache_dir() / "triton"
+        own = str(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return own
+    except OSError:
+        return _process_folder()
+
+
+@cache
+def _process_folder() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="wavefill-")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 @cache

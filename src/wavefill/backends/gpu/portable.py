@@ -66,8 +66,10 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
             pages = _pages(row_table, token + T, low, length, page_size, PAGED)
             k_row = K + page * s_kp + place.to(tl.int64) * s_kt + head.to(tl.int64) * s_kh
             v_row = V + page * s_vp + place.to(tl.int64) * s_vt + head.to(tl.int64) * s_vh
-            b_k = tl.load(k_row[:, None] + o_d[None, :].to(tl.int64) * s_kd, mask=m_t[:, None] & m_d[None, :], other=0.0)
-            b_v = tl.load(v_row[:, None] + o_v[None, :].to(tl.int64) * s_vd, mask=m_t[:, None] & m_v[None, :], other=0.0)
+            b_k = tl.load(k_row[:, None] + o_d[None, :].to(tl.int64) * s_kd, mask=m_t[:, None] & m_d[None, :],
+                          other=0.0)
+            b_v = tl.load(v_row[:, None] + o_v[None, :].to(tl.int64) * s_vd, mask=m_t[:, None] & m_v[None, :],
+                          other=0.0)
             if WIDEN:
                 b_k = b_k.to(tl.float32)
                 b_v = b_v.to(tl.float32)
@@ -101,7 +103,8 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule, T, KIND)
+                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
+                T, KIND)
 
 
 @triton.jit

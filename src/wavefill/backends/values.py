@@ -1,0 +1,35 @@
+"""What a call's tensors must not hold, in words; both backends find it, each in its own way."""
+
+from __future__ import annotations
+
+from wavefill.spec import InvalidArgument, invalid
+
+
+def value_error(
+    fault: int, request: int, value: int, slot: int, *, capacity: int, pages: int, tokens: int
+) -> InvalidArgument:
+    """The error for a value that a tensor of a call must not hold.
+
+    fault: 1 a negative length, 2 one past the capacity, 3 a page id out of range in a slot that is read, 4 offsets
+           that do not start at 0, 5 that decrease, 6 that end past the query tokens.
+    request, value, slot: where, and what was found.
+    """
+    match fault:
+        case 1:
+            return invalid(f"seq_lens[{request}]", "must not be negative", value,
+                           "A request without keys has length 0.")
+        case 2:
+            return invalid(f"seq_lens[{request}]", f"must be at most the cache's capacity of {capacity} tokens", value,
+                           "Widen block_table or the cache, or shorten the request.")
+        case 3:
+            rule = f"must be a page id from 0 to {pages - 1}" if pages else "must not be read, as there are no pages"
+            return invalid(f"block_table[{request}, {slot}]", rule, value,
+                           "Slots past a request's last page may hold anything; this one is read.")
+        case 4:
+            return invalid("cu_seqlens_q[0]", "must be 0", value, "Offsets start at the first query token.")
+        case 5:
+            return invalid(f"cu_seqlens_q[{request + 1}]", "must not be below the offset before it", value,
+                           "Build it as a running sum of the query lengths.")
+        case _:
+            return invalid("cu_seqlens_q[-1]", f"must be at most the {tokens} query tokens of q", value,
+                           "Pass all query tokens, or a smaller last offset.")
