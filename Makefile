@@ -25,6 +25,7 @@ PYTEST ?= -n 2
 DEMO := .venv
 DEV := .venv-dev
 RUN := $(DEV)/bin/python -m
+TRITON := PYTHONPATH=.envs/triton $(RUN)
 PIP_INSTALL := -m pip --disable-pip-version-check install -qq
 
 # What pyproject.toml asks for to compile; a build without isolation needs it in the environment.
@@ -34,13 +35,14 @@ BUILD_REQUIRES = $(shell $(DEV)/bin/python -c "import tomllib; \
 CSRC := $(wildcard src/wavefill/backends/cpu/csrc/*)
 SOURCES := $(shell find src -name '*.py' -o -name '*.txt' -o -name '*.json') $(CSRC) CMakeLists.txt pyproject.toml
 
-.PHONY: help demo test test-transformers examples lint wheel try-wheel pytest clean
+.PHONY: help demo test test-transformers test-triton examples lint wheel try-wheel pytest clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo               decode 7,900 tokens of context with a real model, wavefill beside sdpa'
 	@echo 'make test               lint, all tests, and the wheel tried in a bare environment'
 	@echo 'make test-transformers  the integration on each supported transformers release'
+	@echo 'make test-triton        the GPU kernels without a GPU: in the interpreter, and compiled for every architecture'
 	@echo 'make examples           run the scripts of examples/'
 	@echo 'make lint               ruff, mypy and the import rules'
 	@echo 'make wheel              source distribution and wheel, into dist/'
@@ -61,6 +63,11 @@ pytest: $(DEV)/.installed
 
 test-transformers: $(DEV)/.installed
 	$(DEV)/bin/python tools/test_transformers.py --python $(DEV)/bin/python
+
+# Two processes, since Triton decides at import whether it interprets or compiles. The second spreads its work itself.
+test-triton: $(DEV)/.installed .envs/triton/.installed
+	TRITON_INTERPRET=1 OMP_WAIT_POLICY=passive $(TRITON) pytest tests/kernels $(PYTEST)
+	$(TRITON) pytest tests/kernels
 
 examples: $(DEV)/.installed
 	@set -e; for script in examples/*.py; do echo "== $$script"; $(DEV)/bin/python $$script; done
@@ -94,6 +101,13 @@ $(DEMO)/.installed: $(SOURCES) | $(DEMO)/.torch
 $(DEV)/.installed: $(CSRC) CMakeLists.txt pyproject.toml | $(DEV)/.torch
 	$(DEV)/bin/python $(PIP_INSTALL) cmake ninja $(BUILD_REQUIRES)
 	$(DEV)/bin/python $(PIP_INSTALL) --no-build-isolation -e '.[transformers,bench,dev]'
+	@touch $@
+
+# Triton lies in a folder of its own in front of the developer's environment: torch may bring another release of it, and
+# the interpreter of this one cannot loop with NumPy 2.4.
+.envs/triton/.installed: $(DEV)/.torch
+	rm -rf $(@D)
+	$(DEV)/bin/python $(PIP_INSTALL) --no-deps --target $(@D) triton==3.6.0 'numpy<2.4'
 	@touch $@
 
 # torch first and by version, so that no other package chooses it.
