@@ -151,7 +151,7 @@ def prefix(SEQ, BEFORE, B, KH, workers, window, limit, param, rule,
     Runs first when there are more requests than a worker scans by itself.
     """
     o_b = tl.arange(0, CHUNK)
-    _, param = batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND)
+    _total, param = batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND)
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
     for b0 in range(0, B, CHUNK):
