@@ -6,6 +6,7 @@ tensors; see `wavefill.ops`. Dimensions are those of `wavefill.spec`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -15,9 +16,11 @@ from wavefill import checks, ops
 from wavefill.cache import KVPages
 from wavefill.spec import (
     MAX_INT,
+    AttentionSpec,
     BackendUnavailable,
     InvalidArgument,
     ScheduleArg,
+    StreamK,
     complaint,
     invalid,
     invalid_type,
@@ -312,6 +315,50 @@ def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if _wants_grad(x, weight, bias):
         return _NoBackward.apply("x", ops.flat_linear, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
     return ops.flat_linear(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def warmup(
+    specs: Iterable[AttentionSpec],
+    *,
+    schedules: Sequence[ScheduleArg] = ("auto",),
+    device: str | torch.device = "cuda",
+    jobs: int | None = None,
+) -> int:
+    """Compiles the GPU kernels of a list of shapes ahead of serving, so that no call of them compiles.
+
+    specs:     the shapes; page_size None stands for a contiguous cache. Caches are taken to have unit last strides and
+               rows of whole 16 bytes.
+    schedules: what the calls will name; "auto" alone by default.
+    device:    the GPU.
+    jobs:      kernels that are compiled at a time, each in a process of its own; None: one a core.
+
+    Returns the number of kernels that the list takes, whether they were compiled now or before. A later call may have
+    any lengths, batch and table width.
+
+    Raises InvalidArgument or InvalidType for what is no shape, schedule or GPU, and BackendUnavailable where the GPU
+    backend cannot serve one.
+
+    >>> wavefill.warmup([wavefill.AttentionSpec(32, 8, 128, 128)])  # Llama-3.1-8B, bfloat16 # doctest: +SKIP
+    15
+    """
+    shapes = list(specs)
+    for spec in shapes:
+        if not isinstance(spec, AttentionSpec):
+            raise invalid_type("specs", "must hold wavefill.AttentionSpec", type(spec).__name__,
+                               "Give for example [wavefill.AttentionSpec(32, 8, 128, 128)].")
+    where = torch.device(device)
+    if where.type != "cuda":
+        raise invalid("device", "must be a GPU", where, "The CPU backend has nothing to compile.")
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(complaint("device", "must be a GPU that torch can use", where,
+                                           "Run wavefill doctor to see what it finds."))
+    if jobs is not None:
+        jobs = whole("jobs", jobs)
+    from wavefill.backends.gpu.warm import warmup as compile_all
+
+    named = [ops.decode_schedule(ops.encode_schedule(schedule)) for schedule in schedules]
+    chosen = [StreamK() if schedule == "auto" else schedule for schedule in named]
+    return compile_all(shapes, chosen, torch.cuda.current_device() if where.index is None else where.index, jobs)
 
 
 def _call(

@@ -65,7 +65,8 @@ def device_gap(index: int) -> str | None:
 
 
 @cache
-def _is_hopper(index: int) -> bool:
+def is_hopper(index: int) -> bool:
+    """Whether the Hopper kernel runs on a device."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
 
 
@@ -107,7 +108,7 @@ def attention(
         return
     from wavefill.backends.gpu import launch
 
-    config = _config(q, k_cache, v_cache, block_table is not None, sm_budget is not None, _is_hopper(index))
+    config = _config(q, k_cache, v_cache, block_table is not None, sm_budget is not None, is_hopper(index))
     if isinstance(schedule, StreamK) and schedule.tile is not None:
         config = with_tile(config, schedule.tile, (k_cache.shape[3] + v_cache.shape[3]) * k_cache.element_size())
     if config.box and q.data_ptr() % 16:

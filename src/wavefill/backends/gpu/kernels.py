@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from wavefill import env
 
 #: Kernels compiled so far in this process; tests hold it still while lengths and batches change.
 compiled_count = 0
+_compiling = threading.Lock()
 
 POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "PART_O": "*fp32", "PART_M": "*fp32",
             "PART_L": "*fp32"}
@@ -132,23 +135,42 @@ class Compiled:
     """A variant on one device, ready to launch."""
 
     def __init__(self, variant: Variant) -> None:
-        import triton
-        from triton import knobs
         from triton.runtime import driver
 
         global compiled_count
         compiled_count += 1
-        with knobs.cache.scope():
-            if folder := _cache_folder(knobs.cache.dir):
-                knobs.cache.dir = folder
-            self._kernel = triton.compile(source(variant), target=driver.active.get_current_target(),
-                                          options=options(variant))
+        with _own_cache():
+            self._kernel = _compile(variant, driver.active.get_current_target())
             self._run = self._kernel.run  # loads the module
         self._function = self._kernel.function
         self._packed = self._kernel.packed_metadata
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
         self._run(*grid, stream, self._function, self._packed, None, None, None, *args)
+
+
+def compile_only(variant: Variant, target: Any) -> None:
+    """Compile a variant for a target into the folder that `Compiled` loads from; needs no GPU."""
+    with _own_cache():
+        _compile(variant, target)
+
+
+def _compile(variant: Variant, target: Any) -> Any:
+    import triton
+
+    return triton.compile(source(variant), target=target, options=options(variant))
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Triton's cache of compiled kernels is ours for a while."""
+    from triton import knobs
+
+    with knobs.cache.scope():
+        folder = _cache_folder(knobs.cache.dir)
+        if folder is not None:
+            knobs.cache.dir = folder
+        yield
 
 
 def _cache_folder(triton_folder: str) -> str | None:
@@ -176,10 +198,23 @@ def _process_folder() -> str:
     return folder.name
 
 
-@cache
+_ready: dict[tuple[Variant, int], Compiled] = {}
+
+
 def compiled(variant: Variant, device: int) -> Compiled:
     """The compiled variant on a device, which must be the current one."""
-    return Compiled(variant)
+    found = _ready.get((variant, device))
+    if found is None:
+        with _compiling:
+            found = _ready.get((variant, device))
+            if found is None:
+                found = _ready[variant, device] = Compiled(variant)
+    return found
+
+
+def is_compiled(variant: Variant, device: int) -> bool:
+    """Whether `compiled` would compile and load nothing."""
+    return (variant, device) in _ready
 
 
 def constants(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

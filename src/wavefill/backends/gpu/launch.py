@@ -5,7 +5,7 @@ What depends on shapes, strides and options alone is worked out once and kept (`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -103,9 +103,9 @@ def dependent_launch(device: int) -> bool:
 def boxes_fit(shape: Shape, strides: Shape, paged: bool, box: int) -> bool:
     """Whether the tensor memory accelerator can read a cache of 16-bit elements in boxes of `box` tokens.
 
-    It wants rows and strides of whole 16 bytes, strides below 2**40 bytes and sizes below 2**32.
+    It wants strides of whole 16 bytes below 2**40 and sizes below 2**32; the kernel wants rows of whole 32 bytes.
     """
-    return (strides[3] == 1 and shape[3] % 8 == 0 and not (paged and shape[1] % box) and max(shape) < 1 << 31
+    return (strides[3] == 1 and shape[3] % 16 == 0 and not (paged and shape[1] % box) and max(shape) < 1 << 31
             and all(s % 8 == 0 and 0 < s < 1 << 39 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1))
 
 
@@ -122,6 +122,7 @@ class Call:
     *_grid, *_args:           their grids, and the arguments after the addresses.
     boxes:                    K and V as descriptors, None where they go by address.
     scratch:                  4-byte words of the buffer; its parts begin at `offsets` (states, maxima, sums, scan).
+    ready:                    the kernels, by device.
     """
 
     prefix: Variant | None
@@ -135,6 +136,16 @@ class Call:
     boxes: tuple[tuple[Shape, Shape], tuple[Shape, Shape]] | None
     scratch: int
     offsets: tuple[int, int, int, int]
+    ready: dict[int | None, tuple[Any, Any, Any]] = field(default_factory=dict, compare=False)
+
+    def launchers(self, device: int | None) -> tuple[Any, Any, Any]:
+        """The three kernels on a device (None: in the interpreter), compiled at the first call."""
+        found = self.ready.get(device)
+        if found is None:
+            make: Any = _interpreted if device is None else lambda variant: kernels.compiled(variant, device)
+            prefix = None if self.prefix is None else make(self.prefix)
+            found = self.ready[device] = (prefix, make(self.attention), make(self.merge))
+        return found
 
 
 @lru_cache(maxsize=4096)
@@ -156,43 +167,70 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     ends = (*out_strides[:2], *lse_strides)
     s_table = 0 if table is None else table[1][0]
 
-    common: dict[str, Any] = {"D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "GP": max(_power(G), 16), "T": tile,
-              "CHUNK": CHUNK, "KIND": cut.kind, "SCANNED": scanned, "STAGES": config.stages, "PDL": pdl}
-    if config.box:
-        page = 0 if table is None else page_size
-        common |= {"BOX": config.box, "PAGE": page, "COPY_REGISTERS": COPY_REGISTERS}
-        attention = Variant("hopper", dtype, constants(common), config.warps, box=config.box,
-                            registers=config.registers, aligned=("s_qb", "s_qh", "s_ob", "s_oh"),
-                            unaligned=("TABLE", "SEQ", "LSE"))
-        strides: tuple[int, ...] = ()
-    else:
-        common |= {"PAGED": table is not None, "UNIT": aligned, "PRECISION": "ieee",
-                   "WIDEN": interpret and dtype == "bfloat16"}
-        attention = Variant("portable", dtype, constants(common), config.warps, config.stages,
-                            aligned=("s_kp", "s_kt", "s_kh", "s_vp", "s_vt", "s_vh") if aligned else (),
-                            unaligned=("Q", "OUT", "TABLE", "SEQ", "LSE") + (() if aligned else ("K", "V")))
-        strides = (*k_strides, *v_strides)
+    attention = attention_variant(dtype, D, DV, G, config, cut.kind, None if table is None else page_size, scanned,
+                                  aligned, pdl, interpret)
+    strides = () if config.box else (*k_strides, *v_strides)
     attention_args = (scale * LOG2_E, B, KH, G, *(() if config.box else (page_size,)), *cuts, *q_strides[:2], *strides,
                       *ends, s_table, *kernels.values(attention))
 
     by_worker = cut.kind == STREAM_K and units > workers
     merge_rows = workers if by_worker else units
-    columns, states, warps = merge_shape(merge_rows * G, DV)
-    merge = Variant("merge", dtype, constants({
-        "DV": DV, "COLUMNS": columns, "STATES": states, "T": tile, "CHUNK": CHUNK, "KIND": cut.kind,
-        "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": pdl,
-    }), warps, pdl=pdl, unaligned=("OUT", "SEQ", "LSE"))
+    shape = merge_shape(merge_rows * G, DV)
+    merge = merge_variant(dtype, DV, shape, tile, cut.kind, by_worker, scanned, pdl)
     merge_args = (B, KH, G, workers, *cuts, *ends, *kernels.values(merge))
 
     prefix = None
     prefix_args: tuple[Any, ...] = ()
     if scanned:
-        prefix = Variant("prefix", dtype, constants({"T": tile, "CHUNK": SCAN_CHUNK, "KIND": cut.kind}), 8,
-                         unaligned=("SEQ",))
+        prefix = prefix_variant(dtype, tile, cut.kind)
         prefix_args = (B, KH, workers, *cuts, *kernels.values(prefix))
-    return Call(prefix, attention, merge, (workers, 1, 1), (merge_rows, G, -(-DV // columns)), prefix_args,
+    return Call(prefix, attention, merge, (workers, 1, 1), (merge_rows, G, -(-DV // shape[0])), prefix_args,
                 attention_args, merge_args, ((k_shape, k_strides), (v_shape, v_strides)) if config.box else None,
                 scratch, offsets)
+
+
+def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None, scanned: bool,
+                      aligned: bool, pdl: bool, interpret: bool = False) -> Variant:
+    """The attention kernel of a shape; `page` tokens a page, None for a contiguous cache."""
+    common: dict[str, Any] = {
+        "D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "GP": max(_power(G), 16), "T": config.tile,
+        "CHUNK": CHUNK, "KIND": kind, "SCANNED": scanned, "STAGES": config.stages, "PDL": pdl,
+    }
+    if config.box:
+        common |= {"BOX": config.box, "PAGE": page or 0, "COPY_REGISTERS": COPY_REGISTERS}
+        return Variant("hopper", dtype, constants(common), config.warps, box=config.box, registers=config.registers,
+                       aligned=("s_qb", "s_qh", "s_ob", "s_oh"), unaligned=("TABLE", "SEQ", "LSE"))
+    common |= {"PAGED": page is not None, "UNIT": aligned, "PRECISION": "ieee",
+               "WIDEN": interpret and dtype == "bfloat16"}
+    return Variant("portable", dtype, constants(common), config.warps, config.stages,
+                   aligned=("s_kp", "s_kt", "s_kh", "s_vp", "s_vt", "s_vh") if aligned else (),
+                   unaligned=("Q", "OUT", "TABLE", "SEQ", "LSE") + (() if aligned else ("K", "V")))
+
+
+def merge_variant(dtype: str, DV: int, shape: tuple[int, int, int], tile: int, kind: int, by_worker: bool,
+                  scanned: bool, pdl: bool) -> Variant:
+    """The merge kernel of a shape; see `merge_shape`."""
+    columns, states, warps = shape
+    return Variant("merge", dtype, constants({
+        "DV": DV, "COLUMNS": columns, "STATES": states, "T": tile, "CHUNK": CHUNK, "KIND": kind,
+        "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": pdl,
+    }), warps, pdl=pdl, unaligned=("OUT", "SEQ", "LSE"))
+
+
+def prefix_variant(dtype: str, tile: int, kind: int) -> Variant:
+    """The scan of many lengths."""
+    return Variant("prefix", dtype, constants({"T": tile, "CHUNK": SCAN_CHUNK, "KIND": kind}), 8, unaligned=("SEQ",))
+
+
+def variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None,
+             pdl: bool) -> list[Variant]:
+    """Every kernel that calls of a shape and a kind of schedule can take, whatever their lengths and batch."""
+    found = [prefix_variant(dtype, config.tile, kind)]
+    for scanned in (False, True):
+        found.append(attention_variant(dtype, D, DV, G, config, kind, page, scanned, True, pdl))
+        found += [merge_variant(dtype, DV, shape, config.tile, kind, by_worker, scanned, pdl)
+                  for shape in MERGES for by_worker in ((False, True) if kind == STREAM_K else (False,))]
+    return found
 
 
 def merge_shape(rows: int, columns: int) -> tuple[int, int, int]:
@@ -226,13 +264,13 @@ def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | No
     addresses: tuple[Any, ...]
     caches: tuple[Any, Any] = k, v
     if interpret:
-        run = _interpret
+        device, stream = None, 0
         parts = [scratch[at:] for at in call.offsets]
         parts[3] = parts[3].view(torch.int64)
         q_at: Any = q
         addresses = (seq_lens, table, out, lse, *parts)
     else:
-        run = _run
+        device, stream = q.device.index, torch._C._cuda_getCurrentRawStream(q.device.index)
         base = scratch.data_ptr()
         q_at = q.data_ptr()
         addresses = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(),
@@ -240,23 +278,21 @@ def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | No
         caches = ((k.data_ptr(), v.data_ptr()) if call.boxes is None else
                   (Box(k, *call.boxes[0]), Box(v, *call.boxes[1])))
     seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = addresses
-    device = q.device.index
-    if call.prefix is not None:
-        run(call.prefix, device, (1, 1, 1), seq, before, *call.prefix_args)
-    run(call.attention, device, call.attention_grid, q_at, *caches, table_at, seq, before, out_at, lse_at, part_o,
-        part_m, part_l, *call.attention_args)
-    run(call.merge, device, call.merge_grid, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
+    prefix, attention, merge = call.launchers(device)
+    if prefix is not None:
+        prefix((1, 1, 1), stream, seq, before, *call.prefix_args)
+    attention(call.attention_grid, stream, q_at, *caches, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l,
+              *call.attention_args)
+    merge(call.merge_grid, stream, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
 
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def _run(variant: Variant, device: int, grid: tuple[int, int, int], *args: Any) -> None:
-    kernels.compiled(variant, device)(grid, torch._C._cuda_getCurrentRawStream(device), *args)
-
-
-def _interpret(variant: Variant, device: int, grid: tuple[int, int, int], *args: Any) -> None:
-    kernels.function(variant.kernel)[grid](*args)
+def _interpreted(variant: Variant) -> Any:
+    """A kernel in Triton's interpreter, called as a `kernels.Compiled`."""
+    run = kernels.function(variant.kernel)
+    return lambda grid, stream, *args: run[grid](*args)
 
 
 def _power(n: int) -> int:

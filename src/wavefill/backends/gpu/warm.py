@@ -1,0 +1,55 @@
+"""Compiling ahead of serving: every kernel that the calls of a list of shapes can take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from wavefill.backends.gpu import capability, configs, device_gap, is_hopper, kernels, launch, with_tile
+from wavefill.backends.gpu.configs import BOX
+from wavefill.spec import DTYPE_BYTES, AttentionSpec, BackendUnavailable, Schedule, StreamK, complaint
+
+
+def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index: int, jobs: int | None) -> int:
+    """Compile and load what `specs` and `schedules` take on a device; returns the number of kernels.
+
+    Kernels are compiled in processes of their own, `jobs` at a time, into the folder that calls load them from.
+    """
+    wanted: dict[kernels.Variant, None] = {}
+    for spec in specs:
+        gap = device_gap(index) or capability(spec)
+        if gap is not None:
+            raise BackendUnavailable(complaint("specs", "the GPU backend must be able to serve each", gap,
+                                               "Leave that shape out."))
+        for schedule in schedules:
+            wanted |= dict.fromkeys(_variants(spec, schedule, index))
+    with torch.cuda.device(index):
+        fresh = [variant for variant in wanted if not kernels.is_compiled(variant, index)]
+        count = min(jobs or os.cpu_count() or 1, len(fresh))
+        if count > 1:
+            from triton.runtime import driver
+
+            # Fresh processes: a fork of one that holds a CUDA context cannot use it, and these need none.
+            with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+                list(pool.map(kernels.compile_only, fresh, [driver.active.get_current_target()] * len(fresh)))
+        for variant in fresh:
+            kernels.compiled(variant, index)
+    return len(wanted)
+
+
+def _variants(spec: AttentionSpec, schedule: Schedule, index: int) -> list[Any]:
+    item = DTYPE_BYTES[spec.dtype]
+    if is_hopper(index) and item == 2 and (spec.page_size or BOX) % BOX == 0:
+        config = configs.hopper(max(spec.D, spec.DV), spec.G, False)
+    else:
+        config = configs.portable(max(spec.D, spec.DV), spec.G, item)
+    if isinstance(schedule, StreamK) and schedule.tile is not None:
+        config = with_tile(config, schedule.tile, (spec.D + spec.DV) * item)
+    kind = launch.cut_of(schedule, config.tile).kind
+    return launch.variants(spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size,
+                           launch.dependent_launch(index))
