@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 #: Called with each new token id.
@@ -54,7 +55,7 @@ class Decoder:
     attach:   turns the model's attention and linear layers to this way; called before each block.
     tokens:   new ids so far.
     logits:   float32 [vocabulary] of each new token.
-    first:    seconds to the first token, prefill included.
+    first:    seconds to the first token, prefill included (see `prompt_in_float32`).
     steps:    seconds of each later token, the first of every block left out: it holds generate()'s own start.
     """
 
@@ -72,6 +73,10 @@ class Decoder:
         """Decode up to `count` more tokens, greedily; `stop_at_end` ends at the model's end-of-text token."""
         import torch
 
+        if self.cache is None and count > 1 and slow_in(self.model.dtype):
+            with prompt_in_float32():
+                self.block(1, on_token, stop_at_end=stop_at_end)
+            count -= 1
         self.attach(self.model)
         ids = torch.tensor([self.prompt + self.tokens])
         clock = Clock(on_token)
@@ -92,6 +97,46 @@ class Decoder:
         self.tokens.clear()
         self.logits.clear()
         self.steps.clear()
+
+
+def slow_in(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies matrices of a 16-bit dtype on this processor a hundred times slower than float32.
+
+    It does so in bfloat16 where oneDNN finds no instructions for it: a prompt of 7,900 tokens would take an hour.
+    """
+    import torch
+
+    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@contextmanager
+def prompt_in_float32() -> Iterator[None]:
+    """Inside, products over many 16-bit rows are computed in float32 and rounded once, as a matrix unit does.
+
+    Linear layers and sdpa alike, for stock transformers and for wavefill; a decoding step's single row is left alone.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    functional = torch.nn.functional
+
+    class Wide(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (functional.linear, functional.scaled_dot_product_attention) and args[0].shape[-2] > 1:
+                kind = args[0].dtype
+                result = func(*map(_widened, args), **{name: _widened(x) for name, x in (kwargs or {}).items()})
+                return result.to(kind)
+            return func(*args, **(kwargs or {}))
+
+    with Wide():
+        yield
+
+
+def _widened(value: Any) -> Any:
+    import torch
+
+    half = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if half else value
 
 
 def _greedy(model: Any, count: int, stop_at_end: bool) -> Any:
