@@ -5,13 +5,18 @@
 Options after -- go to `wavefill bench kernels --device cuda` as they are (--rows, --schedules, --energy, ...). Nothing
 is installed into the machine's Python and nothing is fetched. A folder .peers in the checkout (or --peers-from) may
 hold wheels/*.whl (FlashInfer and what it imports) and fa3.so.xz (FlashAttention-3 as vLLM builds it); they are
-unpacked once into build/peers, where FlashInfer's compiled kernels stay too. Results (JSON, Markdown, the plot) go to
-$OUT if that is set, or else to build/gpu-session.
+unpacked once into build/peers, where FlashInfer's compiled kernels stay too. wavefill's own kernels are compiled first,
+one on each core, and kept in build/cache. Results (JSON, Markdown, the plot) go to $OUT if that is set, or else to
+build/gpu-session.
+
+The checkout needs a compiled core for the machine's Python. Where none was built, one from a wheel that was unpacked
+into build/abi3 is taken (python -m pip wheel . --no-deps, on Python 3.12).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import lzma
 import os
 import shutil
@@ -60,7 +65,8 @@ def _decompress(packed: Path, library: Path) -> None:
 
 def environment(peers: Path | None, capability: tuple[int, int] | None, cores: int) -> dict[str, str]:
     """The variables of this process and its children: the checkout's code, and where peers are and compile."""
-    added = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))}
+    added = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
+             "WAVEFILL_CACHE_DIR": os.environ.get("WAVEFILL_CACHE_DIR") or str(ROOT / "build" / "cache")}
     if peers is not None:
         added |= {"WAVEFILL_PEERS": str(peers), "FLASHINFER_WORKSPACE_BASE": str(peers / "flashinfer"),
                   "MAX_JOBS": str(cores)}
@@ -83,6 +89,28 @@ def step(name: str, command: list[str], variables: dict[str, str]) -> int:
     code = subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode
     print(f"=== {name}: exit code {code}, {time.perf_counter() - began:.0f} s", flush=True)
     return code
+
+
+def take_core() -> None:
+    """Copy the compiled core of an unpacked wheel into the checkout, if the checkout has none of its own."""
+    home = ROOT / "src/wavefill/backends/cpu"
+    if not any(home.glob("_core*.so")):
+        for core in (ROOT / "build/abi3").rglob("_core.abi3.so"):
+            shutil.copy2(core, home)
+
+
+def compile_kernels() -> None:
+    """Compile what the suite's rows call, a kernel on each core."""
+    import wavefill
+    from wavefill.bench import suites
+
+    specs = {wavefill.AttentionSpec(row.HQ, row.KH, row.D, row.D) for row in suites.load().rows}
+    print(f"{wavefill.warmup(specs, schedules=('auto', 'fixed', 'invariant'))} kernels")
+
+
+def test_command(cores: int) -> list[str]:
+    parallel = ["-n", str(min(cores, 15))] if importlib.util.find_spec("xdist") else []
+    return [sys.executable, "-m", "pytest", "-q", *parallel, "tests/gpu"]
 
 
 def bench_command(options: argparse.Namespace, output: Path) -> list[str]:
@@ -111,10 +139,11 @@ def growth(output: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="six rows, and less time for each")
-    parser.add_argument("--tests", action="store_true", help="run pytest -m gpu first")
-    parser.add_argument("--only-tests", action="store_true", help="run pytest -m gpu and nothing else")
+    parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
+    parser.add_argument("--only-tests", action="store_true", help="run tests/gpu and nothing else")
     parser.add_argument("--growth", action="store_true", help="the growth table too")
     parser.add_argument("--only-growth", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only-kernels", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peers", help="names of peers, with commas between")
     parser.add_argument("--peers-from", type=Path, default=ROOT / ".peers", help="folder with wheels/ and fa3.so.xz")
@@ -125,6 +154,10 @@ def main() -> int:
     if options.only_growth:  # a process of its own, so that the checkout's code is on its path
         growth(output)
         return 0
+    if options.only_kernels:
+        compile_kernels()
+        return 0
+    take_core()
     began = time.perf_counter()
     peers = None
     if options.peers_from.is_dir() and not (options.no_peers or options.only_tests):
@@ -135,8 +168,9 @@ def main() -> int:
     variables = environment(peers, capability(), os.cpu_count() or 1)
     codes = []
     if options.tests or options.only_tests:
-        codes.append(step("tests", [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests"], variables))
+        codes.append(step("tests", test_command(os.cpu_count() or 1), variables))
     if not options.only_tests:
+        codes.append(step("kernels", [sys.executable, __file__, "--only-kernels"], variables))
         codes.append(step("bench", bench_command(options, output), variables))
     if options.growth:
         codes.append(step("growth", [sys.executable, __file__, "--only-growth"], variables))
