@@ -49,7 +49,7 @@ def test_cpu_takes_stream_k_with_equal_threads():
 
 def test_gpu_defaults_and_floor():
     choice = explain([65536], device="h200")
-    assert (choice.workers, choice.tile, choice.device) == (264, 32, "H200")
+    assert (choice.workers, choice.tile, choice.device) == (264, 64, "H200")
     kv = 65536 * 8 * 256 * 2
     assert choice.traffic.kv == kv
     assert choice.floor_us == pytest.approx((kv + 2 * 32 * 128 * 2) / 4.575e12 * 1e6)
@@ -64,11 +64,11 @@ def test_the_filled_last_wave():
     lines = choice.timelines()
     assert next(iter(lines)) == choice.label == "stream_k"
     whole = lines["fixed (FlashDecoding's rule, 1 split)"]
-    assert lines["stream_k"].makespan == 264
-    assert whole.makespan == 512
+    assert lines["stream_k"].makespan == 132
+    assert whole.makespan == 256
     assert whole.waves == 2
     assert whole.fill == pytest.approx(0.515, abs=0.001)
-    assert choice.reason.startswith("stream_k ends after 264 tiles with 132 workers 100% filled")
+    assert choice.reason.startswith("stream_k ends after 132 tiles with 132 workers 100% filled")
     assert choice.runner_up.label in choice.reason
 
 
@@ -96,7 +96,7 @@ def test_auto_is_never_invariant_and_choose_agrees_with_explain():
             device = hardware.lookup(name)
             choice = explain(lens, device=name)
             rows = row_ranges(lens)
-            decision = select.choose(spec, rows.start, rows.stop, device.workers, device.tile, device=device)
+            decision = select.choose(spec, rows.start, rows.stop, device.workers, device.tile(128), device=device)
             assert decision.schedule == choice.schedule
             assert not isinstance(choice.schedule, Invariant)
             assert decision.reason
@@ -235,10 +235,10 @@ def test_explain_needs_no_torch():
 def test_text_shows_the_idle_half_of_the_last_wave():
     text = to_text(explain(WAVE_PLUS_ONE, device="h100", workers=132), width=100).plain
     lean, whole = text.split("\n\n")[:2]
-    assert lean.splitlines()[0] == "stream_k: done after 264 tiles, 100% filled"
+    assert lean.splitlines()[0] == "stream_k: done after 132 tiles, 100% filled"
     assert "░" not in lean
     lines = whole.splitlines()
-    assert lines[0] == "fixed (FlashDecoding's rule, 1 split): done after 512 tiles, 52% filled"
+    assert lines[0] == "fixed (FlashDecoding's rule, 1 split): done after 256 tiles, 52% filled"
     assert re.search(r"A+Q+│$", lines[1])  # worker 0 also takes one of the four items of the second wave
     assert all(re.search(r"[A-Q]+░{40,}│$", line) for line in lines[2:13])
     assert lines[13].strip() == "12 of 132 workers shown, evenly spaced"
@@ -280,7 +280,7 @@ def test_html_is_self_contained_and_well_formed():
     assert len(drawings) == 4
     for drawing in drawings:
         ET.fromstring(drawing)
-    assert "fixed (FlashDecoding&#x27;s rule, 2 splits): done after 2,048 tiles, 12% filled" in page
+    assert "fixed (FlashDecoding&#x27;s rule, 2 splits): done after 1,024 tiles, 12% filled" in page
 
 
 def test_html_escapes_and_takes_an_empty_batch():
@@ -315,10 +315,10 @@ def run(*args, code=0):
 
 def test_command_shows_the_choice_and_the_timelines():
     out = run("--lens", "131072,65536,14x4096", "--device", "h200").stdout
-    assert "stream_k ends after 241 tiles with 264 workers 100% filled" in out
-    assert "63,488 of 32 tokens" in out
+    assert "stream_k ends after 121 tiles with 264 workers 99% filled" in out
+    assert "31,744 of 64 tokens" in out
     assert "227.4 us at H200's 4.58 TB/s (measured)" in out
-    assert "invariant (chunks of 2,048 tokens): done after 256 tiles" in out
+    assert "invariant (chunks of 128 tokens): done after 122 tiles" in out
     assert "done after" not in run("--lens", "4096", "--no-timeline").stdout
 
 
@@ -326,7 +326,7 @@ def test_command_prints_json_alone():
     shown = json.loads(run("--batch", "17", "--context", "8192", "--schedule", "fixed:flashdecoding", "--device",
                            "h100", "--workers", "132", "--json").stdout)
     assert shown["schedule"] == {"name": "fixed", "rule": "flashdecoding"}
-    assert shown["makespan"] == 512
+    assert shown["makespan"] == 256
     assert shown["runner_up"]["kind"] == "stream_k"
     assert shown["bytes"]["kv"] == 17 * 8192 * 4096
 

@@ -57,7 +57,7 @@ def test_this_cpu_counts_the_cores_that_it_may_use():
     cpu = hardware.this_cpu()
     assert cpu.cores == cpu.workers == len(os.sched_getaffinity(0))
     assert cpu.model
-    assert cpu.tile == hardware.CPU_TILE == 32
+    assert cpu.tile(128) == hardware.CPU_TILE == 32
 
 
 AVX2 = {"avx2", "fma", "f16c"}

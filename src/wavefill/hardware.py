@@ -23,10 +23,11 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 CPU_TILE = 32
 #: The largest head size that the CPU backend has kernels for.
 CPU_MAX_HEAD_DIM = 576
-#: Tokens of a tile and CTAs on each SM where the caller gives none. Measured on an H200: a split-KV decode kernel of
-#: one or two warps came closest to the read floor with 32 tokens and two CTAs an SM.
-GPU_TILE = 32
+#: CTAs on each SM where the caller gives none: two overlap the end of one's segments with the other's tiles.
 GPU_WORKERS_PER_SM = 2
+#: Tokens of a piece of `Invariant()` on a GPU: its partial state is a few hundredths of the KV it stands for, and one
+#: request of a few thousand tokens fills the machine.
+GPU_INVARIANT_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class Gpu:
         """CTAs that run at once, by default."""
         return GPU_WORKERS_PER_SM * self.sms
 
-    @property
-    def tile(self) -> int:
-        return GPU_TILE
+    def tile(self, columns: int) -> int:
+        """Tokens of a tile for a head size."""
+        return gpu_tile(columns)
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,19 @@ class Cpu:
     def workers(self) -> int:
         return self.cores
 
-    @property
-    def tile(self) -> int:
+    def tile(self, columns: int) -> int:
+        """Tokens of a tile, for any head size."""
         return CPU_TILE
 
 
 Device = Gpu | Cpu
+
+
+def gpu_tile(columns: int) -> int:
+    """Tokens of a tile on a GPU for a head size: 32 KB of 16-bit K and V where it can be, since the work between two
+    tiles is the same however many bytes they have (measured on an H200)."""
+    return 128 if columns <= 64 else 64 if columns <= 128 else 32
+
 
 _HOPPER = "Data sheet; NVIDIA Hopper tuning guide (228 KB of shared memory an SM, 50 MB of L2)"
 

@@ -217,7 +217,8 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     latent:         V is the first DV columns of K (MLA), and is not read a second time.
     schedule:       "auto", or one that is to be described beside what auto considers.
     device:         "cpu" for the processor here, or a GPU of `wavefill.hardware.GPUS`.
-    workers, tile:  the device's own if None: the cores of this process and 64 tokens, or 2 CTAs an SM and 32 tokens.
+    workers, tile:  the device's own if None: the cores of this process and 32 tokens, or 2 CTAs an SM and 64 tokens
+                    (128 up to a head size of 64, 32 past 128).
     read_bandwidth: bytes/s for the floor time, for example what `wavefill bench` measured; the table's if None.
 
     Raises InvalidArgument or InvalidType for a value that no call could have, and BackendUnavailable for a shape that
@@ -232,7 +233,7 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     if len(rows):
         spec = replace(spec, q_len=int(rows.q_end.max()))
     asked = parse_schedule(schedule)
-    tile = _tile(asked, tile, target)
+    tile = _tile(asked, tile, target, spec)
     workers = target.workers if workers is None else whole("workers", workers, most=MAX_WORKERS)
 
     options = _options(spec, rows, workers, tile, target)
@@ -284,6 +285,8 @@ def _runner_up(chosen: Option, options: list[Option]) -> Option:
 
 def _option(schedule: Schedule, spec: AttentionSpec, rows: Rows, workers: int, tile: int,
             device: hardware.Device) -> Option:
+    if isinstance(device, hardware.Gpu) and schedule == Invariant():
+        schedule = Invariant(chunk=hardware.GPU_INVARIANT_CHUNK)
     table = make_table(schedule, rows.start, rows.stop, KH=spec.KH, workers=workers, tile=tile)
     one_tile = cost.tile_bytes(spec, tile)
     states = cost.partial_bytes(spec, rows, table)
@@ -324,13 +327,13 @@ def _tiles(n: int) -> str:
     return f"{n:,} tile{'s' if n != 1 else ''}"
 
 
-def _tile(asked: Schedule | str, tile: int | None, device: hardware.Device) -> int:
+def _tile(asked: Schedule | str, tile: int | None, device: hardware.Device, spec: AttentionSpec) -> int:
     own = asked.tile if isinstance(asked, StreamK) else None
     if tile is not None:
         tile = whole("tile", tile, most=MAX_TILE)
     if own is not None and tile is not None and own != tile:
         raise invalid("tile", f"must equal the schedule's own ({own}) where both are given", tile, "Give one of them.")
-    return tile if tile is not None else own or device.tile
+    return tile if tile is not None else own or device.tile(max(spec.D, spec.DV))
 
 
 def _bandwidth(device: hardware.Device, given: float | None) -> tuple[float | None, str]:
