@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from running import CUTS, SCHEDULES, TILE, call, check, run
+from running import CONFIG, CUTS, SCHEDULES, TILE, call, check, run
 
 from helpers import LAYOUTS, Case, make_case, name_of, same_bits
 from wavefill.backends.gpu import launch
@@ -92,6 +92,12 @@ def test_every_length_alone(schedule: Schedule, length: int) -> None:
 @pytest.mark.parametrize("G", [1, 2, 3, 4, 5, 6, 7, 8, 9, 40])
 def test_groups(G: int, dtype: torch.dtype) -> None:
     check(make_case([35, 2], HQ=2 * G, KH=2, D=16, dtype=dtype, page_size=16), StreamK(), workers=3)
+
+
+@cuts
+def test_a_group_shared_by_several_programs(schedule: Schedule) -> None:
+    check(make_case([35, 2, 0], HQ=40, KH=1, D=8, page_size=16), schedule,
+          config=dataclasses.replace(CONFIG, heads=16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=name_of)

@@ -72,7 +72,7 @@ def on_device(schedule: Schedule, lens: list[int], window: int | None, KH: int, 
 
 def table_of(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int) -> sch.Table:
     if isinstance(schedule, Invariant) and schedule.chunk is None:
-        schedule = dataclasses.replace(schedule, chunk=launch.INVARIANT_CHUNK)
+        schedule = dataclasses.replace(schedule, chunk=launch.GPU_INVARIANT_CHUNK)
     starts = [0 if window is None else max(n - window, 0) for n in lens]
     return sch.make_table(schedule, starts, lens, KH=KH, workers=workers, tile=tile)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+
+from wavefill.hardware import gpu_tile
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Config:
     warps:     of a program that compute.
     box:       tokens of a box of the tensor memory accelerator, 0 for the portable kernel.
     registers: of a thread, on average over warps that copy and warps that compute; the Hopper kernel's alone.
+    heads:     query heads of a program at most; a larger group is shared by several, which read the same K and V.
     """
 
     tile: int
@@ -24,6 +27,7 @@ class Config:
     warps: int
     box: int = 0
     registers: int = 0
+    heads: int = 128
 
 
 #: Registers of a thread that copies.
@@ -44,9 +48,11 @@ def hopper(columns: int, group: int, alone: bool) -> Config:
     A tile has 32 KB where it can: the work between two tiles is the same however many bytes they have. Two programs
     an SM overlap the end of one's segments with the other's tiles; registers allow one where rows or groups are large.
     """
-    tile = 128 if columns <= 64 else 64 if columns <= 128 else 32
-    if group > 64:
-        return Config(tile, 1, 6, 8, BOX, 168)
+    tile = gpu_tile(columns)
+    if group > 64:  # Q, a tile's scores and the output of 16 heads a warp fill the registers
+        return Config(tile // 2, 1, 12, 8, BOX, 168) if columns <= 192 else portable(columns, group, 2)
+    if group > 32:
+        return Config(tile, 1, 6, 8, BOX, 168) if columns <= 192 else Config(tile // 2, 1, 12, 8, BOX, 168)
     if group > 16 or columns > 128 or alone:
         return Config(tile, 1, 6, 4, BOX, 168)
     return Config(tile, 2, 3, 4, BOX, 128)
@@ -55,6 +61,10 @@ def hopper(columns: int, group: int, alone: bool) -> Config:
 @cache
 def portable(columns: int, group: int, element_bytes: int) -> Config:
     """For any other GPU, dtype or layout of the cache; its shared memory fits the 99 KB of the smallest."""
-    if element_bytes == 4 or columns > 256 or group > 64:
+    if columns > 128 and group > 32:
+        return replace(portable(columns, 32, element_bytes), heads=32)
+    if element_bytes == 4 or group > 64:
         return Config(16, 1, 2, 8)
-    return Config(32, 2, 3 if columns <= 128 else 2, 8 if group > 32 else 4)
+    if group > 32 or (columns > 128 and group > 16):  # registers and shared memory have room for one
+        return Config(32, 1, 3, 8)
+    return Config(32, 2, 3 if columns <= 128 else 2, 8 if group > 16 and columns <= 64 else 4)

@@ -15,6 +15,7 @@ from torch import Tensor
 from wavefill.backends.gpu import kernels
 from wavefill.backends.gpu.configs import COPY_REGISTERS, MERGE_PROGRAMS, MERGES, Config
 from wavefill.backends.gpu.kernels import Variant, constants
+from wavefill.hardware import GPU_INVARIANT_CHUNK
 from wavefill.schedule import FIXED_ITEMS_PER_WORKER, FLASHDECODING_MAX_SPLITS, INVARIANT_MAX_PIECES
 from wavefill.spec import MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
 
@@ -22,9 +23,6 @@ from wavefill.spec import MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
 SCAN_AT_MOST = 1024
 #: Lengths that a program of attention or merge scans at once, and that the scan of many does.
 CHUNK, SCAN_CHUNK = 128, 1024
-#: Tokens of a piece of `Invariant()`: its partial state is a few hundredths of the KV it stands for, and one request
-#: of a few thousand tokens fills the machine.
-INVARIANT_CHUNK = 128
 LOG2_E = 1.4426950408889634
 
 STREAM_K, SPLITS, CHUNKS = range(3)
@@ -47,7 +45,7 @@ def cut_of(schedule: Schedule, tile: int) -> Cut:
     if isinstance(schedule, StreamK):
         return Cut(STREAM_K, 0, GIVEN)
     if isinstance(schedule, Invariant):
-        return Cut(CHUNKS, -(-min(schedule.chunk or INVARIANT_CHUNK, MAX_LENGTH) // tile), BOUNDED)
+        return Cut(CHUNKS, -(-min(schedule.chunk or GPU_INVARIANT_CHUNK, MAX_LENGTH) // tile), BOUNDED)
     assert isinstance(schedule, Fixed)
     if schedule.splits is not None:
         return Cut(SPLITS, min(schedule.splits, MAX_LENGTH), GIVEN)
@@ -184,17 +182,18 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     if scanned:
         prefix = prefix_variant(dtype, tile, cut.kind)
         prefix_args = (B, KH, workers, *cuts, *kernels.values(prefix))
-    return Call(prefix, attention, merge, (workers, 1, 1), (merge_rows, G, -(-DV // shape[0])), prefix_args,
-                attention_args, merge_args, ((k_shape, k_strides), (v_shape, v_strides)) if config.box else None,
-                scratch, offsets)
+    boxes = ((k_shape, k_strides), (v_shape, v_strides)) if config.box else None
+    return Call(prefix, attention, merge, (workers, -(-G // config.heads), 1), (merge_rows, G, -(-DV // shape[0])),
+                prefix_args, attention_args, merge_args, boxes, scratch, offsets)
 
 
 def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None, scanned: bool,
                       aligned: bool, pdl: bool, interpret: bool = False) -> Variant:
     """The attention kernel of a shape; `page` tokens a page, None for a contiguous cache."""
     common: dict[str, Any] = {
-        "D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "GP": max(_power(G), 16), "T": config.tile,
-        "CHUNK": CHUNK, "KIND": kind, "SCANNED": scanned, "STAGES": config.stages, "PDL": pdl,
+        "D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "T": config.tile,
+        "GP": max(min(_power(G), config.heads), 16), "CHUNK": CHUNK, "KIND": kind, "SCANNED": scanned,
+        "STAGES": config.stages, "PDL": pdl,
     }
     if config.box:
         common |= {"BOX": config.box, "PAGE": page or 0, "COPY_REGISTERS": COPY_REGISTERS}
@@ -202,7 +201,8 @@ def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind:
                        aligned=("s_qb", "s_qh", "s_ob", "s_oh"), unaligned=("TABLE", "SEQ", "LSE"))
     common |= {"PAGED": page is not None, "UNIT": aligned, "PRECISION": "ieee",
                "WIDEN": interpret and dtype == "bfloat16"}
-    return Variant("portable", dtype, constants(common), config.warps, config.stages,
+    # Without vectors every element takes an address, for which more warps have room.
+    return Variant("portable", dtype, constants(common), config.warps if aligned else 8, config.stages,
                    aligned=("s_kp", "s_kt", "s_kh", "s_vp", "s_vt", "s_vh") if aligned else (),
                    unaligned=("Q", "OUT", "TABLE", "SEQ", "LSE") + (() if aligned else ("K", "V")))
 

@@ -17,7 +17,8 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
            D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
            CHUNK: tl.constexpr, KIND: tl.constexpr, PAGED: tl.constexpr, SCANNED: tl.constexpr, UNIT: tl.constexpr,
            STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr):
-    """Shapes and strides are those of `launch.decode`; GP, DP and DVP are G, D and DV rounded up to powers of two.
+    """Shapes and strides are those of `launch.decode`; DP and DVP are D and DV rounded up to powers of two, GP is G
+    rounded up so or, where the grid has a second dimension, the query heads of a program.
 
     UNIT:   K and V have unit last strides and rows of whole 16-byte vectors. WIDEN: arithmetic in float32, for the
     interpreter, whose bfloat16 is not to be trusted.
@@ -30,7 +31,7 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
     total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
     row, length, first, n, size, cut, head, piece, t, end, at, stop = start(
         SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-    o_g = tl.arange(0, GP)
+    o_g = tl.program_id(1) * GP + tl.arange(0, GP)
     o_d = tl.arange(0, DP)
     o_v = tl.arange(0, DVP)
     o_t = tl.arange(0, T)
