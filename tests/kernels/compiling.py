@@ -1,0 +1,155 @@
+"""Variants that calls take, compiled without a GPU: registers, spills and shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from wavefill.backends.gpu import configs, kernels, launch
+from wavefill.backends.gpu.configs import Config
+from wavefill.backends.gpu.kernels import Variant
+from wavefill.spec import Fixed, Invariant, Schedule, StreamK
+
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+GROUPS = (1, 4, 8, 16, 32, 64, 128)
+#: One for each way of cutting, and each code of its own that a kernel has for it.
+SCHEDULES: tuple[Schedule, ...] = (StreamK(), Fixed(), Invariant())
+HOPPER = "cuda:90"
+#: Streaming multiprocessors of an H200, so that a grid is as wide as it is there.
+SMS = 132
+
+#: Lines for the end of the run.
+REPORT: list[str] = []
+
+
+@dataclass(frozen=True)
+class Job:
+    """One variant for one target, "cuda:90" or "hip:gfx942", and the programs that an SM must hold."""
+
+    variant: Variant
+    target: str
+    ctas: int = 1
+
+    @property
+    def name(self) -> str:
+        have = dict(self.variant.constants)
+        parts = [f"{key}{have[key]:d}" for key in ("D", "DV", "GP", "T", "STAGES", "COLUMNS", "STATES") if key in have]
+        parts += [f"kind{have['KIND']}", f"{self.variant.num_warps}warps"]
+        parts += [key.lower() for key in ("PAGED", "PAGE", "UNIT", "SCANNED", "BY_WORKER", "PDL") if have.get(key)]
+        return " ".join([self.target, self.variant.kernel, self.variant.dtype, *parts])
+
+
+@dataclass(frozen=True)
+class Result:
+    """registers: of a thread. spills: bytes of spill stores. stack: bytes of a thread's stack frame. shared: bytes of a
+    program. copies: bytes of its asynchronous copies, each size once. error: what the compiler said instead."""
+
+    registers: int = 0
+    spills: int = 0
+    stack: int = 0
+    shared: int = 0
+    copies: tuple[int, ...] = ()
+    error: str = ""
+
+
+def variants(config: Config, D: int, G: int, schedule: Schedule, *, DV: int | None = None, dtype: str = "bfloat16",
+             B: int = 4, KH: int = 8, page_size: int | None = 16, aligned: bool = True, pdl: bool = True,
+             ) -> list[Variant]:
+    """All kernels of a call of that shape."""
+    DV, HQ = D if DV is None else DV, KH * G
+    pages, tokens = (64, page_size) if page_size else (B, 512)
+    strides = [(tokens * KH * n, KH * n, n, 1) for n in (D, DV)]
+    table = ((B, 9), (9, 1)) if page_size else None
+    call = launch._plan(dtype, (B, HQ, D), (HQ * D, D, 1), (pages, tokens, KH, D), strides[0], (pages, tokens, KH, DV),
+                        strides[1], table, (HQ * DV, DV, 1), (HQ, 1), aligned, D**-0.5, None, schedule, config,
+                        SMS * config.ctas, pdl, False)
+    return [variant for variant in (call.prefix, call.attention, call.merge) if variant is not None]
+
+
+def hopper_jobs() -> Iterator[Job]:
+    """Every variant for an H200 that the table of configurations leads to."""
+    for D, G, schedule in itertools.product(HEAD_SIZES, GROUPS, SCHEDULES):
+        for alone in (False, True):
+            config = configs.hopper(D, G, alone)
+            yield from jobs(config, HOPPER, variants(config, D, G, schedule))
+    for schedule in SCHEDULES:
+        for D, DV, G, page_size, dtype, B in [
+            (128, 128, 4, None, "bfloat16", 4), (128, 128, 4, 48, "float16", 4), (192, 128, 16, 16, "bfloat16", 4),
+            (128, 128, 4, 16, "bfloat16", 2000), (64, 64, 8, 16, "bfloat16", 200),
+        ]:
+            config = configs.hopper(max(D, DV), G, False)
+            yield from jobs(config, HOPPER, variants(config, D, G, schedule, DV=DV, dtype=dtype, page_size=page_size,
+                                                     B=B))
+
+
+def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int]) -> Iterator[Job]:
+    """Variants of the portable kernel, and what runs beside it."""
+    pdl = target in ("cuda:90", "cuda:100", "cuda:120")
+    for D, G, schedule in itertools.product(head_sizes, groups, SCHEDULES):
+        config = configs.portable(D, G, 2)
+        yield from jobs(config, target, variants(config, D, G, schedule, pdl=pdl))
+    for D, DV, G, dtype, page_size, aligned, B in [
+        (128, 128, 4, "float32", 16, True, 4), (256, 256, 32, "float32", 16, True, 4),
+        (64, 64, 1, "float16", None, True, 4), (192, 128, 16, "bfloat16", 1, True, 4),
+        (80, 80, 5, "bfloat16", 3, False, 4), (128, 128, 8, "bfloat16", 16, True, 2000),
+    ]:
+        config = configs.portable(max(D, DV), G, 4 if dtype == "float32" else 2)
+        yield from jobs(config, target, variants(config, D, G, StreamK(), DV=DV, dtype=dtype, page_size=page_size,
+                                                 aligned=aligned, B=B, pdl=pdl))
+
+
+def jobs(config: Config, target: str, some: Iterable[Variant]) -> Iterator[Job]:
+    for variant in some:
+        yield Job(variant, target, config.ctas if variant.kernel in ("hopper", "portable") else 1)
+
+
+def compile_job(job: Job) -> Result:
+    """The result, or the error as text: exceptions of the compiler cannot all be sent between processes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kind, arch = job.target.split(":")
+    target = GPUTarget(kind, int(arch), 32) if kind == "cuda" else GPUTarget(kind, arch, 64)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            made = triton.compile(kernels.source(job.variant), target=target, options=kernels.options(job.variant))
+    except Exception as error:
+        return Result(error=f"{type(error).__name__}: {error}")
+    shared = made.metadata.shared
+    if kind == "hip":
+        notes = made.asm["amdgcn"]
+        registers, spills, stack = (int(re.search(rf"\.{key}:\s*(\d+)", notes)[1])
+                                    for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size"))
+        return Result(registers, spills, stack, shared)
+    registers, spills, stack = (max(map(int, re.findall(pattern, said.getvalue()))) for pattern in (
+        r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame"))
+    copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+|\d+),", made.asm["ptx"]))
+    return Result(registers, spills, stack, shared, tuple(sorted(int(size, 0) for size in copies)))
+
+
+def _prepare(cache: str) -> None:
+    """What a process of `compile_all` does first: a cache of its own, and the assembler's words on every kernel."""
+    from triton import knobs
+
+    knobs.cache.dir = cache
+    knobs.nvidia.dump_ptxas_log = True
+
+
+def compile_all(some: Iterable[Job]) -> dict[Job, Result]:
+    """All of them, on every processor, each once and afresh."""
+    work = list(dict.fromkeys(some))
+    with (tempfile.TemporaryDirectory() as folder,
+          ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_prepare, initargs=(folder,)) as pool):
+        results = dict(zip(work, pool.map(compile_job, work), strict=True))
+    for job, result in results.items():
+        REPORT.append(f"{job.name}: {result.error.splitlines()[0]}" if result.error else
+                      f"{job.name}: {result.registers} registers, {result.spills} B spilled, {result.shared} B shared")
+    return results

@@ -1,0 +1,75 @@
+"""Every kernel that a call can take compiles, without a GPU; on Hopper nothing spills and all programs have room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from compiling import GROUPS, HEAD_SIZES, HOPPER, Job, Result, compile_all, hopper_jobs, portable_jobs
+
+#: Targets of the portable kernel besides Hopper.
+OTHERS = ("cuda:80", "cuda:89", "cuda:100", "cuda:120", "hip:gfx90a", "hip:gfx942")
+#: Bytes of shared memory of an SM of compute capability 9.0, of which each program takes 1 KB more than it asks for;
+#: the most that a program may ask for on the smallest (8.6, 8.9, 12.0); registers of an SM, given out in eights.
+SHARED, SMALLEST_SHARED, REGISTERS = 228 << 10, 99 << 10, 1 << 16
+
+Results = dict[Job, Result]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    everything = [*hopper_jobs(), *portable_jobs(HOPPER, HEAD_SIZES, GROUPS)]
+    for target in OTHERS:
+        everything += portable_jobs(target, (80, 256), (8,))
+    return compile_all(everything)
+
+
+@pytest.fixture(scope="module")
+def on_hopper(results: Results) -> Results:
+    return {job: result for job, result in results.items() if job.target == HOPPER}
+
+
+def none_is(results: Results, bad: Callable[[Job, Result], bool]) -> None:
+    """Fails with the names of those that are."""
+    found = [f"{job.name}: {result}" for job, result in results.items() if bad(job, result)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
+def test_everything_compiles(results: Results, target: str) -> None:
+    here = {job: result for job, result in results.items() if job.target == target}
+    assert {job.variant.kernel for job in here} >= {"portable", "merge", "prefix"}
+    none_is(here, lambda job, result: bool(result.error))
+
+
+def test_nothing_spills_on_hopper(on_hopper: Results) -> None:
+    none_is(on_hopper, lambda job, result: result.spills > 0 or result.stack > 0)
+
+
+def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Results) -> None:
+    """Two where it asks for two; the second waits in the slow way of caches that cannot be read in vectors."""
+    def too_large(job: Job, result: Result) -> bool:
+        if not dict(job.variant.constants).get("UNIT", True):
+            return False
+        warps = job.variant.num_warps + (4 if job.variant.kernel == "hopper" else 0)  # one copies, in a group of four
+        registers = -(-result.registers // 8) * 8 * 32 * warps
+        return job.ctas * registers > REGISTERS or job.ctas * (result.shared + 1024) > SHARED
+
+    none_is(on_hopper, too_large)
+
+
+def test_the_portable_kernel_fits_the_smallest_shared_memory(on_hopper: Results) -> None:
+    none_is(on_hopper, lambda job, result: job.variant.kernel != "hopper" and result.shared > SMALLEST_SHARED)
+
+
+def test_the_portable_kernel_copies_k_and_v_in_vectors_and_all_stages(on_hopper: Results) -> None:
+    """Shared memory holds a tile of K and one of V for every stage but the one that is computed."""
+    def not_pipelined(job: Job, result: Result) -> bool:
+        have = dict(job.variant.constants)
+        if job.variant.kernel != "portable" or not have["UNIT"] or job.variant.dtype == "float32":
+            return False
+        row = (have["DP"] + have["DVP"]) * 2
+        widest = {min(16, 2 * have["T"] * have[columns] // (32 * job.variant.num_warps)) for columns in ("DP", "DVP")}
+        return result.shared < (have["STAGES"] - 1) * have["T"] * row or set(result.copies) != widest
+
+    none_is(on_hopper, not_pipelined)
