@@ -99,10 +99,12 @@ def test_comparison(folder: Path, tmp_path: Path, dtype: str) -> None:
     if dtype == "float32":
         assert run["tokens"]["identical"]
         assert run["tokens"]["count"] == 40
+    apart = decoding.slow_in(getattr(torch, dtype))
     for way in ("wavefill", "sdpa"):
-        # 40 tokens in blocks of 16, 16 and 8, less the first of each; one counted round of 16 at 64.
-        assert len(run[way]["steps_ms"]) == 37
-        assert len(run[way]["steps_at_64_ms"]) == 15
+        # 40 tokens in blocks of 16, 16 and 8, less the first of each; one counted round of 16 at 64. A prompt that is
+        # read apart takes one more.
+        assert len(run[way]["steps_ms"]) == 37 - apart
+        assert len(run[way]["steps_at_64_ms"]) == 15 - apart
         assert run[way]["tokens_per_s"] > 0
         assert run[way]["first_token_s"] > 0
     assert run["speedup"]["token"] == pytest.approx(run["sdpa"]["ms_per_token"] / run["wavefill"]["ms_per_token"])
