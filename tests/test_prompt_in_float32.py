@@ -45,3 +45,19 @@ def test_only_bfloat16_is_ever_slow() -> None:
     assert not decoding.slow_in(torch.float32)
     assert not decoding.slow_in(torch.float16)
     assert decoding.slow_in(torch.bfloat16) is not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.transformers
+def test_a_text_that_ends_with_its_first_token_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(decoding, "slow_in", lambda dtype: True)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2)).eval()
+    decoder = decoding.Decoder("stock", model, [1, 2, 3], lambda model: model)
+    decoder.block(4)
+    assert len(decoder.tokens) == 4
+    model.generation_config.eos_token_id = first = decoder.tokens[0]
+    decoder.forget()
+    decoder.block(4, stop_at_end=True)
+    assert decoder.tokens == [first]

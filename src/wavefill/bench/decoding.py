@@ -76,6 +76,8 @@ class Decoder:
         if self.cache is None and count > 1 and slow_in(self.model.dtype):
             with prompt_in_float32():
                 self.block(1, on_token, stop_at_end=stop_at_end)
+            if stop_at_end and self.tokens[-1] in ends(self.model):
+                return
             count -= 1
         self.attach(self.model)
         ids = torch.tensor([self.prompt + self.tokens])
@@ -97,6 +99,12 @@ class Decoder:
         self.tokens.clear()
         self.logits.clear()
         self.steps.clear()
+
+
+def ends(model: Any) -> set[int]:
+    """The tokens that end a text of the model."""
+    end = model.generation_config.eos_token_id
+    return set() if end is None else set(end) if isinstance(end, list) else {end}
 
 
 def slow_in(dtype: torch.dtype) -> bool:

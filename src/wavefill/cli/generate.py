@@ -159,21 +159,20 @@ def _precise(folder: Path, dtype: str, quiet: bool) -> Callable[[list[int]], Ten
     return logits
 
 
-def _ends(model: Any) -> set[int]:
-    end = model.generation_config.eos_token_id
-    return set() if end is None else set(end) if isinstance(end, list) else {end}
-
-
 def _until_end(model: Any, ids: tuple[int, ...]) -> list[int]:
-    stop = next((i for i, token in enumerate(ids) if token in _ends(model)), len(ids))
+    from wavefill.bench.decoding import ends
+
+    stop = next((i for i, token in enumerate(ids) if token in ends(model)), len(ids))
     return list(ids[:stop])
 
 
 def _stream(tokenizer: Any, model: Any, quiet: bool, before: Callable[[], None]) -> Callable[[int], None]:
     """Prints text as tokens come, whole characters only, up to the end of the text; calls `before` first."""
+    from wavefill.bench import decoding
+
     ids: list[int] = []
     shown = 0
-    ends = _ends(model)
+    ends = decoding.ends(model)
 
     def on_token(token: int) -> None:
         nonlocal shown
