@@ -139,7 +139,6 @@ def decode_attention(
     impl:        "auto", or "cpu" or "cuda", which refuse tensors that live elsewhere.
     return_lse:  also return the natural-log LSE.
     out:         [B, HQ, DV] of q's dtype, written in place; shares no memory with the inputs.
-
     sm_budget:   the most SMs of a GPU that the call uses, so that neighbours find some free; None for all.
 
     softcap, sinks, alibi_slopes, k_scale, v_scale, softmax other than "online" and kv_shard are names of coming
@@ -352,8 +351,7 @@ def warmup(
     if not torch.cuda.is_available():
         raise BackendUnavailable(complaint("device", "must be a GPU that torch can use", where,
                                            "Run wavefill doctor to see what it finds."))
-    if jobs is not None:
-        jobs = whole("jobs", jobs)
+    jobs = None if jobs is None else whole("jobs", jobs)
     from wavefill.backends.gpu.warm import warmup as compile_all
 
     named = [ops.decode_schedule(ops.encode_schedule(schedule)) for schedule in schedules]

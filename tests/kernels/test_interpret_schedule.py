@@ -140,7 +140,7 @@ def sizes(OUT, n, param, rule, KH):
 
 @triton.jit
 def split_count(OUT, rows, longest, KH, workers, param, rule):
-    tl.store(OUT, cursor.splits(rows, longest, KH, workers, param, rule, tl.arange(0, 4), 4))
+    tl.store(OUT, cursor.splits(rows, longest, KH, workers, param, rule))
 
 
 @triton.jit

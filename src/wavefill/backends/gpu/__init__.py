@@ -9,6 +9,7 @@ Importing this module needs no Triton; the first call does.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -108,29 +109,35 @@ def attention(
         return
     from wavefill.backends.gpu import launch
 
-    config = _config(q, k_cache, v_cache, block_table is not None, sm_budget is not None, is_hopper(index))
-    if isinstance(schedule, StreamK) and schedule.tile is not None:
-        config = with_tile(config, schedule.tile, (k_cache.shape[3] + v_cache.shape[3]) * k_cache.element_size())
+    D, DV, item = k_cache.shape[3], v_cache.shape[3], q.element_size()
+    paged = block_table is not None
+    boxes = (is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16
+             and launch.boxes_fit(k_cache.shape, k_cache.stride(), paged, BOX)
+             and launch.boxes_fit(v_cache.shape, v_cache.stride(), paged, BOX))
+    config = config_of(D, DV, q.shape[1] // k_cache.shape[2], item, schedule, boxes=boxes, alone=sm_budget is not None)
+    sms = launch.sm_count(index)
+    workers = (sms if sm_budget is None else min(sm_budget, sms)) * config.ctas
     if config.box and q.data_ptr() % 16:
         q = q.clone()
-    if torch.cuda.current_device() == index:
+    with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
         launch.decode(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
-                      schedule=schedule, config=config, workers=_workers(index, config, sm_budget))
-    else:
-        with torch.cuda.device(index):
-            launch.decode(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
-                          schedule=schedule, config=config, workers=_workers(index, config, sm_budget))
+                      schedule=schedule, config=config, workers=workers)
 
 
-def _config(q: Tensor, k: Tensor, v: Tensor, paged: bool, alone: bool, is_hopper: bool) -> Config:
-    from wavefill.backends.gpu.launch import boxes_fit
+def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, boxes: bool, alone: bool = False) -> Config:
+    """How a shape is run.
 
-    columns, group, item = max(k.shape[3], v.shape[3]), q.shape[1] // k.shape[2], q.element_size()
-    if (is_hopper and item == 2 and boxes_fit(k.shape, k.stride(), paged, BOX)
-            and boxes_fit(v.shape, v.stride(), paged, BOX) and not (k.data_ptr() | v.data_ptr()) % 16):
-        return configs.hopper(columns, group, alone)
-    chosen = configs.portable(columns, group, item)
-    return replace(chosen, ctas=1) if alone else chosen
+    item:  bytes of an element.
+    boxes: whether the Hopper kernel can read the caches.
+    alone: whether a program must have its SM for itself.
+    """
+    columns = max(D, DV)
+    config = configs.hopper(columns, G, alone) if boxes else configs.portable(columns, G, item)
+    if alone:
+        config = replace(config, ctas=1)
+    if isinstance(schedule, StreamK) and schedule.tile is not None:
+        config = with_tile(config, schedule.tile, (D + DV) * item)
+    return config
 
 
 def with_tile(config: Config, tile: int, token_bytes: int) -> Config:
@@ -140,13 +147,6 @@ def with_tile(config: Config, tile: int, token_bytes: int) -> Config:
                       "Leave it out for the measured choice.")
     room = (_HOPPER_BYTES if config.box else _PORTABLE_BYTES) // config.ctas
     return replace(config, tile=tile, stages=max(min(room // (tile * token_bytes), 8), 1))
-
-
-def _workers(index: int, config: Config, sm_budget: int | None) -> int:
-    from wavefill.backends.gpu.launch import sm_count
-
-    sms = sm_count(index)
-    return (sms if sm_budget is None else min(sm_budget, sms)) * config.ctas
 
 
 def _check_values(seq_lens: Tensor, block_table: Tensor | None, k_cache: Tensor, window: int | None) -> None:

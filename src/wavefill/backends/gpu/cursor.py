@@ -97,7 +97,7 @@ def batch(SEQ, B, KH, workers, window, limit, param, rule, o_b,
             rows += tl.sum((n > 0).to(tl.int32), 0)
             longest = tl.maximum(longest, tl.max(n, 0))
     if KIND == SPLITS:
-        param = splits(rows, longest, KH, workers, param, rule, o_b, CHUNK)
+        param = splits(rows, longest, KH, workers, param, rule)
     return total * KH, param
 
 
@@ -111,7 +111,7 @@ def totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b,
 
 
 @triton.jit
-def splits(rows, longest, KH, workers, param, rule, o_b, CHUNK: tl.constexpr):
+def splits(rows, longest, KH, workers, param, rule):
     """`schedule.resolve` for Fixed: the split count of every row."""
     units = tl.maximum(rows.to(tl.int64) * KH, 1)
     if rule == ITEMS:

@@ -1,8 +1,9 @@
 """Compiled kernels: which variants there are, compiling them, and launching one with little work on the host.
 
-A variant is keyed by what changes its code (head sizes, group, dtype, kind of schedule, tile) and never by lengths,
-batch or table width, so a process that has called a shape once, or `warmup`, compiles no more. Kernels are compiled by
-signature and launched through Triton's own launcher, without its per-call specialisation.
+A variant is keyed by what changes its code (head sizes, group, dtype, page size, kind of schedule, tile) and never by
+lengths or table width. A batch chooses among a few of them (the merge's shapes, and the scan of many requests), all of
+which `warm.warmup` compiles. Kernels are compiled by signature and launched through Triton's own launcher, without its
+per-call specialisation.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 class Variant:
     """One kernel with its compile-time choices.
 
-    kernel:   "hopper", "portable", "merge" or "prefix".
-    dtype:    of q, K, V and the output.
+    kernel:    "hopper", "portable", "merge" or "prefix".
+    dtype:     of q, K, V and the output.
     constants: compile-time arguments, as sorted pairs.
-    box:      tokens of a box of the tensor memory accelerator; 0 where K and V are pointers.
-    aligned:  arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
+    box:       tokens of a box of the tensor memory accelerator; 0 where K and V are pointers.
+    aligned:   arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
+    pdl:       launched as a dependent of the kernel before it.
+    registers: the most of a thread, on average over warps; 0 for the compiler's choice.
     """
 
     kernel: str

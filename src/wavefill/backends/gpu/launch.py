@@ -98,6 +98,7 @@ def dependent_launch(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache(maxsize=4096)
 def boxes_fit(shape: Shape, strides: Shape, paged: bool, box: int) -> bool:
     """Whether the tensor memory accelerator can read a cache of 16-bit elements in boxes of `box` tokens.
 
@@ -107,6 +108,7 @@ def boxes_fit(shape: Shape, strides: Shape, paged: bool, box: int) -> bool:
             and all(s % 8 == 0 and 0 < s < 1 << 39 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1))
 
 
+@lru_cache(maxsize=4096)
 def vectors_fit(strides: Shape, element_bytes: int) -> bool:
     """Whether every row of a tensor starts at a multiple of 16 bytes from its first and is of unit stride."""
     return strides[-1] == 1 and all(s * element_bytes % 16 == 0 for s in strides[:-1])

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from wavefill.backends.gpu import capability, configs, device_gap, is_hopper, kernels, launch, with_tile
+from wavefill.backends.gpu import capability, config_of, device_gap, is_hopper, kernels, launch
 from wavefill.backends.gpu.configs import BOX
-from wavefill.spec import DTYPE_BYTES, AttentionSpec, BackendUnavailable, Schedule, StreamK, complaint
+from wavefill.spec import DTYPE_BYTES, AttentionSpec, BackendUnavailable, Schedule, complaint
 
 
 def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index: int, jobs: int | None) -> int:
@@ -44,12 +44,8 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
 
 def _variants(spec: AttentionSpec, schedule: Schedule, index: int) -> list[Any]:
     item = DTYPE_BYTES[spec.dtype]
-    if is_hopper(index) and item == 2 and (spec.page_size or BOX) % BOX == 0:
-        config = configs.hopper(max(spec.D, spec.DV), spec.G, False)
-    else:
-        config = configs.portable(max(spec.D, spec.DV), spec.G, item)
-    if isinstance(schedule, StreamK) and schedule.tile is not None:
-        config = with_tile(config, schedule.tile, (spec.D + spec.DV) * item)
+    boxes = is_hopper(index) and item == 2 and (spec.page_size or BOX) % BOX == 0
+    config = config_of(spec.D, spec.DV, spec.G, item, schedule, boxes=boxes)
     kind = launch.cut_of(schedule, config.tile).kind
     return launch.variants(spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size,
                            launch.dependent_launch(index))
