@@ -24,7 +24,7 @@ PYTEST ?= -n 2
 DEMO := .venv
 DEV := .venv-dev
 RUN := $(DEV)/bin/python -m
-TRITON := PYTHONPATH=.envs/triton $(RUN)
+TRITON := PYTHONPATH=.envs/triton LD_LIBRARY_PATH=.envs/triton/nvidia/cu13/lib $(RUN)
 PIP_INSTALL := -m pip --disable-pip-version-check install -qq
 
 # What pyproject.toml asks for to compile; a build without isolation needs it in the environment.
@@ -102,11 +102,12 @@ $(DEV)/.installed: $(CSRC) CMakeLists.txt pyproject.toml | $(DEV)/.torch
 	$(DEV)/bin/python $(PIP_INSTALL) --no-build-isolation -e '.[transformers,bench,dev]'
 	@touch $@
 
-# Triton lies in a folder of its own in front of the developer's environment: torch may bring another release of it, and
-# the interpreter of this one cannot loop with NumPy 2.4.
+# Triton and NVRTC lie in a folder of their own in front of the developer's environment: torch may bring other releases,
+# and the interpreter of this Triton cannot loop with NumPy 2.4.
 .envs/triton/.installed: $(DEV)/.torch
 	rm -rf $(@D)
-	$(DEV)/bin/python $(PIP_INSTALL) --no-deps --target $(@D) triton==3.6.0 'numpy<2.4'
+	$(DEV)/bin/python $(PIP_INSTALL) --no-deps --target $(@D) triton==3.6.0 'numpy<2.4' \
+		cuda-bindings==13.0.3 cuda-pathfinder==1.9.1 nvidia-cuda-nvrtc==13.0.88
 	@touch $@
 
 # torch first and by version, so that no other package chooses it.

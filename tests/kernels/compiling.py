@@ -12,8 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from wavefill.backends.gpu import configs, kernels, launch
+from wavefill.backends.gpu import configs, hopper, kernels, launch
 from wavefill.backends.gpu.configs import Config
+from wavefill.backends.gpu.hopper import Build
 from wavefill.backends.gpu.kernels import Variant
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
@@ -33,12 +34,18 @@ REPORT: list[str] = []
 class Job:
     """One variant for one target, "cuda:90" or "hip:gfx942", and the programs that an SM must hold."""
 
-    variant: Variant
+    variant: Variant | Build
     target: str
     ctas: int = 1
 
     @property
+    def kernel(self) -> str:
+        return "hopper" if isinstance(self.variant, Build) else self.variant.kernel
+
+    @property
     def name(self) -> str:
+        if isinstance(self.variant, Build):
+            return f"{self.target} {self.variant}"
         have = dict(self.variant.constants)
         parts = [f"{key}{have[key]:d}" for key in ("D", "DV", "GP", "T", "STAGES", "COLUMNS", "STATES") if key in have]
         parts += [f"kind{have['KIND']}", f"{self.variant.num_warps}warps"]
@@ -61,7 +68,7 @@ class Result:
 
 def variants(config: Config, D: int, G: int, schedule: Schedule, *, DV: int | None = None, dtype: str = "bfloat16",
              B: int = 4, KH: int = 8, page_size: int | None = 16, aligned: bool = True, pdl: bool = True,
-             ) -> list[Variant]:
+             ) -> list[Variant | Build]:
     """All kernels of a call of that shape."""
     DV, HQ = D if DV is None else DV, KH * G
     pages, tokens = (64, page_size) if page_size else (B, 512)
@@ -70,21 +77,23 @@ def variants(config: Config, D: int, G: int, schedule: Schedule, *, DV: int | No
     call = launch._plan(dtype, (B, HQ, D), (HQ * D, D, 1), (pages, tokens, KH, D), strides[0], (pages, tokens, KH, DV),
                         strides[1], table, (HQ * DV, DV, 1), (HQ, 1), aligned, D**-0.5, None, schedule, config,
                         SMS * config.ctas, pdl, False)
-    return [variant for variant in (call.prefix, call.attention, call.merge) if variant is not None]
+    attention = call.attention.build if isinstance(call.attention, hopper.Launch) else call.attention
+    return [variant for variant in (call.prefix, attention, call.merge) if variant is not None]
 
 
 def hopper_jobs() -> Iterator[Job]:
     """Every variant for an H200 that the table of configurations leads to."""
     for D, G, schedule in itertools.product(HEAD_SIZES, GROUPS, SCHEDULES):
-        for alone in (False, True):
-            config = configs.hopper(D, G, alone)
-            yield from jobs(config, HOPPER, variants(config, D, G, schedule))
+        config = configs.hopper(D, D, G, "boxes")
+        yield from jobs(config, HOPPER, variants(config, D, G, schedule))
     for schedule in SCHEDULES:
-        for D, DV, G, page_size, dtype, B in [
-            (128, 128, 4, None, "bfloat16", 4), (128, 128, 4, 48, "float16", 4), (192, 128, 16, 16, "bfloat16", 4),
-            (128, 128, 4, 16, "bfloat16", 2000), (64, 64, 8, 16, "bfloat16", 200),
+        for D, DV, G, page_size, dtype, B, copies in [
+            (128, 128, 4, None, "bfloat16", 4, "boxes"), (128, 128, 4, 48, "float16", 4, "boxes"),
+            (192, 128, 16, 16, "bfloat16", 4, "boxes"), (128, 128, 4, 16, "bfloat16", 2000, "boxes"),
+            (64, 64, 8, 16, "bfloat16", 200, "boxes"), (128, 128, 16, 1, "bfloat16", 4, "rows"),
+            (256, 256, 2, 7, "bfloat16", 4, "rows"), (192, 192, 16, None, "float16", 2000, "rows"),
         ]:
-            config = configs.hopper(max(D, DV), G, False)
+            config = configs.hopper(D, DV, G, copies)
             yield from jobs(config, HOPPER, variants(config, D, G, schedule, DV=DV, dtype=dtype, page_size=page_size,
                                                      B=B))
 
@@ -105,13 +114,16 @@ def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int])
                                                  aligned=aligned, B=B, pdl=pdl))
 
 
-def jobs(config: Config, target: str, some: Iterable[Variant]) -> Iterator[Job]:
+def jobs(config: Config, target: str, some: Iterable[Variant | Build]) -> Iterator[Job]:
     for variant in some:
-        yield Job(variant, target, config.ctas if variant.kernel in ("hopper", "portable") else 1)
+        attention = isinstance(variant, Build) or variant.kernel == "portable"
+        yield Job(variant, target, config.ctas if attention else 1)
 
 
 def compile_job(job: Job) -> Result:
     """The result, or the error as text: exceptions of the compiler cannot all be sent between processes."""
+    if isinstance(job.variant, Build):
+        return compile_cuda(job.variant)
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -133,6 +145,17 @@ def compile_job(job: Job) -> Result:
         r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame"))
     copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+|\d+),", made.asm["ptx"]))
     return Result(registers, spills, stack, shared, tuple(sorted(int(size, 0) for size in copies)))
+
+
+def compile_cuda(build: Build) -> Result:
+    """The same of the Hopper kernel, through NVRTC."""
+    try:
+        _, said = hopper.compile_source(build, options=("--ptxas-options=-v",))
+    except RuntimeError as error:
+        return Result(error=str(error))
+    registers, spills, stack, fixed = (max(map(int, re.findall(pattern, said))) for pattern in (
+        r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame", r"(\d+) bytes smem"))
+    return Result(registers, spills, stack, fixed + build.ring_bytes)
 
 
 def _prepare(cache: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from compiling import GROUPS, HEAD_SIZES, HOPPER, Job, Result, compile_all, hopper_jobs, portable_jobs
 
+from wavefill.backends.gpu.hopper import Build
+
 #: Targets of the portable kernel besides Hopper.
 OTHERS = ("cuda:80", "cuda:89", "cuda:100", "cuda:120", "hip:gfx90a", "hip:gfx942")
 #: Bytes of shared memory of an SM of compute capability 9.0, of which each program takes 1 KB more than it asks for;
@@ -38,7 +40,7 @@ def none_is(results: Results, bad: Callable[[Job, Result], bool]) -> None:
 @pytest.mark.parametrize("target", [HOPPER, *OTHERS])
 def test_everything_compiles(results: Results, target: str) -> None:
     here = {job: result for job, result in results.items() if job.target == target}
-    assert {job.variant.kernel for job in here} >= {"portable", "merge", "prefix"}
+    assert {job.kernel for job in here} >= {"portable", "merge", "prefix"}
     none_is(here, lambda job, result: bool(result.error))
 
 
@@ -49,9 +51,12 @@ def test_nothing_spills_on_hopper(on_hopper: Results) -> None:
 def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Results) -> None:
     """Two where it asks for two; the second waits in the slow way of caches that cannot be read in vectors."""
     def too_large(job: Job, result: Result) -> bool:
-        if not dict(job.variant.constants).get("UNIT", True):
+        if isinstance(job.variant, Build):
+            warps = job.variant.warps
+        elif not dict(job.variant.constants).get("UNIT", True):
             return False
-        warps = job.variant.num_warps + (4 if job.variant.kernel == "hopper" else 0)  # one copies, in a group of four
+        else:
+            warps = job.variant.num_warps
         registers = -(-result.registers // 8) * 8 * 32 * warps
         return job.ctas * registers > REGISTERS or job.ctas * (result.shared + 1024) > SHARED
 
@@ -59,12 +64,19 @@ def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Resul
 
 
 def test_the_portable_kernel_fits_the_smallest_shared_memory(on_hopper: Results) -> None:
-    none_is(on_hopper, lambda job, result: job.variant.kernel != "hopper" and result.shared > SMALLEST_SHARED)
+    none_is(on_hopper, lambda job, result: job.kernel != "hopper" and result.shared > SMALLEST_SHARED)
+
+
+def test_the_hopper_kernel_takes_the_shared_memory_that_the_host_reckons_with(on_hopper: Results) -> None:
+    none_is(on_hopper, lambda job, result: isinstance(job.variant, Build)
+            and result.shared > max(job.variant.shared_bytes, job.variant.ring_bytes + (32 << 10)))
 
 
 def test_the_portable_kernel_copies_k_and_v_in_vectors_and_all_stages(on_hopper: Results) -> None:
     """Shared memory holds a tile of K and one of V for every stage but the one that is computed."""
     def not_pipelined(job: Job, result: Result) -> bool:
+        if isinstance(job.variant, Build):
+            return False
         have = dict(job.variant.constants)
         if job.variant.kernel != "portable" or not have["UNIT"] or job.variant.dtype == "float32":
             return False

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from wavefill import env
-from wavefill.backends.gpu import configs
-from wavefill.backends.gpu.configs import BOX, Config
+from wavefill.backends.gpu import configs, hopper
+from wavefill.backends.gpu.configs import Config
 from wavefill.backends.values import value_error
 from wavefill.spec import (
     AttentionSpec,
@@ -34,8 +34,10 @@ MAX_GROUP = 128
 MIN_CAPABILITY = (8, 0)
 #: Tokens that a tile may have where StreamK(tile=...) names them.
 TILES = (16, 32, 64, 128)
-#: Bytes of shared memory that the stages of the Hopper kernel take on one SM, and of the portable one on any.
-_HOPPER_BYTES, _PORTABLE_BYTES = 192 << 10, 80 << 10
+#: Tokens of a request that the Hopper kernel counts in 32 bits, the rest of the last tile included.
+MAX_HOPPER_TOKENS = (1 << 31) - 128
+#: Bytes of shared memory that the stages of the portable kernel take on any SM.
+_PORTABLE_BYTES = 80 << 10
 
 
 def capability(spec: AttentionSpec) -> str | None:
@@ -62,6 +64,8 @@ def device_gap(index: int) -> str | None:
         if have < MIN_CAPABILITY:
             return (f"{torch.cuda.get_device_name(index)} has compute capability {have[0]}.{have[1]}, and the kernels "
                     "need 8.0. Move the tensors to the CPU and use impl=\"cpu\"")
+        if is_hopper(index):
+            return hopper.compiler_gap()
     return None
 
 
@@ -110,31 +114,34 @@ def attention(
     from wavefill.backends.gpu import launch
 
     D, DV, item = k_cache.shape[3], v_cache.shape[3], q.element_size()
-    paged = block_table is not None
-    boxes = (is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16
-             and launch.boxes_fit(k_cache.shape, k_cache.stride(), paged, BOX)
-             and launch.boxes_fit(v_cache.shape, v_cache.stride(), paged, BOX))
-    config = config_of(D, DV, q.shape[1] // k_cache.shape[2], item, schedule, boxes=boxes, alone=sm_budget is not None)
+    copies = ""
+    if is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        paged = block_table is not None
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        both = (launch.copies_of(k_cache.shape, k_cache.stride(), paged),
+                launch.copies_of(v_cache.shape, v_cache.stride(), paged))
+        copies = "" if "" in both or capacity >= MAX_HOPPER_TOKENS else max(both)
+    config = config_of(D, DV, q.shape[1] // k_cache.shape[2], item, schedule, copies=copies,
+                       alone=sm_budget is not None)
     sms = launch.sm_count(index)
     workers = (sms if sm_budget is None else min(sm_budget, sms)) * config.ctas
-    if config.box and q.data_ptr() % 16:
-        q = q.clone()
+    if config.copies and (q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2):
+        q = q.clone(memory_format=torch.contiguous_format)
     with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
         launch.decode(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
                       schedule=schedule, config=config, workers=workers)
 
 
-def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, boxes: bool, alone: bool = False) -> Config:
+def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, copies: str, alone: bool = False) -> Config:
     """How a shape is run.
 
-    item:  bytes of an element.
-    boxes: whether the Hopper kernel can read the caches.
-    alone: whether a program must have its SM for itself.
+    item:   bytes of an element.
+    copies: how the Hopper kernel can read the caches (`launch.copies_of`), "" where it cannot.
+    alone:  whether a program must have its SM for itself.
     """
-    columns = max(D, DV)
-    config = configs.hopper(columns, G, alone) if boxes else configs.portable(columns, G, item)
+    config = configs.hopper(D, DV, G, copies) if copies else configs.portable(max(D, DV), G, item)
     if alone:
-        config = replace(config, ctas=1)
+        config = replace(config, ctas=1, alone=True)
     if isinstance(schedule, StreamK) and schedule.tile is not None:
         config = with_tile(config, schedule.tile, (D + DV) * item)
     return config
@@ -145,8 +152,9 @@ def with_tile(config: Config, tile: int, token_bytes: int) -> Config:
     if tile not in TILES:
         raise invalid("StreamK.tile", f"must be one of {', '.join(map(str, TILES))} on a GPU", tile,
                       "Leave it out for the measured choice.")
-    room = (_HOPPER_BYTES if config.box else _PORTABLE_BYTES) // config.ctas
-    return replace(config, tile=tile, stages=max(min(room // (tile * token_bytes), 8), 1))
+    if config.copies:
+        return replace(config, tile=tile)
+    return replace(config, tile=tile, stages=max(min(_PORTABLE_BYTES // config.ctas // (tile * token_bytes), 8), 1))
 
 
 def _check_values(seq_lens: Tensor, block_table: Tensor | None, k_cache: Tensor, window: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from wavefill.backends.gpu.hopper import depth
 from wavefill.hardware import gpu_tile
 
 
@@ -12,28 +13,24 @@ from wavefill.hardware import gpu_tile
 class Config:
     """How one shape is cut and run.
 
-    tile:      tokens of a tile.
-    ctas:      programs an SM.
-    stages:    tiles on their way.
-    warps:     of a program that compute.
-    box:       tokens of a box of the tensor memory accelerator, 0 for the portable kernel.
-    registers: of a thread, on average over warps that copy and warps that compute; the Hopper kernel's alone.
-    heads:     query heads of a program at most; a larger group is shared by several, which read the same K and V.
+    tile:   tokens of a tile.
+    ctas:   programs an SM.
+    stages: what is on its way: tiles of a program, or sixteens of tokens of a warp of the Hopper kernel.
+    warps:  of a program.
+    copies: what the Hopper kernel's copies are, "boxes" or "rows"; "" for the portable kernel.
+    heads:  query heads of a program at most; a larger group is shared by several, which read the same K and V.
+    alone:  whether a program must have its SM for itself, and no cluster is asked for.
     """
 
     tile: int
     ctas: int
     stages: int
     warps: int
-    box: int = 0
-    registers: int = 0
+    copies: str = ""
     heads: int = 128
+    alone: bool = False
 
 
-#: Registers of a thread that copies.
-COPY_REGISTERS = 80
-#: Tokens of a box: pages of a multiple of it are read by the tensor memory accelerator.
-BOX = 16
 #: Columns, states read at once and warps of a program of the merge. Few units with many states need many programs that
 #: see all states; many units have few states each.
 MERGES = ((8, 512, 8), (32, 64, 4), (128, 16, 4))
@@ -42,20 +39,14 @@ MERGE_PROGRAMS = 96
 
 
 @cache
-def hopper(columns: int, group: int, alone: bool) -> Config:
-    """For compute capability 9.0: head size and group (rounded up), and whether a program must have its SM alone.
+def hopper(D: int, DV: int, group: int, copies: str) -> Config:
+    """For compute capability 9.0: head sizes, group, and what is copied at once.
 
-    A tile has 32 KB where it can: the work between two tiles is the same however many bytes they have. Two programs
-    an SM overlap the end of one's segments with the other's tiles; registers allow one where rows or groups are large.
+    A program takes sixteen query heads where registers have room for them, eight else. One program fills an SM.
     """
-    tile = gpu_tile(columns)
-    if group > 64:  # Q, a tile's scores and the output of 16 heads a warp fill the registers
-        return Config(tile // 2, 1, 12, 8, BOX, 168) if columns <= 192 else portable(columns, group, 2)
-    if group > 32:
-        return Config(tile, 1, 6, 8, BOX, 168) if columns <= 192 else Config(tile // 2, 1, 12, 8, BOX, 168)
-    if group > 16 or columns > 128 or alone:
-        return Config(tile, 1, 6, 4, BOX, 168)
-    return Config(tile, 2, 3, 4, BOX, 128)
+    groups = 2 if group > 8 and max(D, DV) <= 192 else 1
+    warps, stages = depth(D, DV, groups, copies == "boxes")
+    return Config(gpu_tile(max(D, DV)), 1, stages, warps, copies, 8 * groups)
 
 
 @cache

@@ -1,209 +1,366 @@
-"""Decode attention for Hopper, in Gluon: a warp that only copies, and warps that only compute.
+"""The CUDA C++ kernel of compute capability 9.0 (cuda/decode.cu): compiling it through NVRTC, and launching it."""
 
-The plain Triton kernel drains its pipeline at the end of every segment and computes an address for every 16 bytes it
-copies. Here one warp, the producer, walks all of a worker's tiles with a cursor of its own and asks the tensor memory
-accelerator for whole boxes of pages (`BOX` tokens of one KV head), up to `STAGES` tiles ahead. It does not know where
-the consumers are, so the next row's pages are on their way while the last one's state is stored, and neither the block
-table nor the arithmetic of the schedule is ever on the path of the scores.
-"""
+from __future__ import annotations
 
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
 
-from wavefill.backends.gpu.cursor import STREAM_K, next_segment, pieces, start, totals
+import torch
+from torch import Tensor
+
+from wavefill import env
+from wavefill.backends.gpu import kernels
+
+SOURCES = ("decode.cu", "cursor.cuh", "instructions.cuh", "scan.cuh", "attend.cuh", "join.cuh")
+ARCHITECTURE = "sm_90a"
+#: Bytes of shared memory that a program may have; tokens that a warp reads at once, and bytes of a piece of a box.
+SHARED, SIXTEEN, PIECE = 227 << 10, 16, 2048
+#: Programs that share a unit at most, and so the widest cluster of a launch.
+TEAM = 8
+#: Up to so many bytes of KV a call, few units are each read by a cluster of `TEAM`, on about half of the GPU: faster by
+#: a merge in device memory than on all of it. Above, clusters of two leave no part of the GPU out.
+SMALL_BYTES = 128 << 20
+#: (request, KV head) pairs up to which programs share one, and up to which they always do in full clusters.
+FEW_UNITS, LEAST_UNITS = 64, 4
+
+Shape = tuple[int, ...]
 
 
-@gluon.constexpr_function
-def tile_layout(tokens, columns, box, piece):
-    """Where the element (token, column) of a tile lies that arrives as boxes [1, 1, columns / piece, box, piece].
+@dataclass(frozen=True)
+class Build:
+    """One compilation: all that changes the code.
 
-    The accelerator writes a row of `piece` elements after the other, and swaps the 16-byte chunks of each by the bits 7
-    to 9 of its address, so that the same chunk of eight tokens lies in eight different groups of banks.
+    groups: of eight query heads that a program serves at once.
+    page:   tokens of a page, 0 for contiguous caches.
+    boxes:  whether the copy engine brings boxes of 16 tokens, or rows.
+    kind:   how rows are cut, and `scanned` whether `merge.prefix` ran before.
     """
-    chunks = piece.bit_length() - 4
-    bases = [[0, 1 << i] for i in range(3 + chunks)]
-    rows = [[1 << i, 0] for i in range(box.bit_length() - 1)]
-    rows += [[0, piece << i] for i in range((columns // piece).bit_length() - 1)]
-    rows += [[box << i, 0] for i in range((tokens // box).bit_length() - 1)]
-    for i in range(len(rows)):
-        swap = 8 << (i + chunks - 3) if 3 - chunks <= i < 3 else 0
-        bases.append([rows[i][0], rows[i][1] ^ swap])
-    return gl.SharedLinearLayout(bases)
+
+    dtype: str
+    D: int
+    DV: int
+    groups: int
+    page: int
+    boxes: bool
+    kind: int
+    scanned: bool
+    tile: int
+    warps: int
+    stages: int
+
+    @property
+    def header(self) -> str:
+        """variant.cuh."""
+        values = {"T": self.tile, "KIND": self.kind, "SCANNED": int(self.scanned), "D": self.D, "DV": self.DV,
+                  "NT": self.groups, "WARPS": self.warps, "STAGES": self.stages, "PAGE": self.page,
+                  "BOXES": int(self.boxes), "PROGRAMS": 1}
+        macros = {"BF16": int(self.dtype == "bfloat16"), "WIDE": int(self.scanned)}
+        return "\n".join([*(f"#define {name} {value}" for name, value in macros.items()),
+                          *(f"constexpr int {name} = {value};" for name, value in values.items()), ""])
+
+    @property
+    def ring_bytes(self) -> int:
+        """Dynamic shared memory of a program: its rings, and so much that an SM has room for one program."""
+        return max(self.warps * self.stages * stage_bytes(self.D, self.DV, self.boxes), SHARED // 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        """All of it: what `Shared` in join.cuh takes besides, with the rings at a whole KB."""
+        heads = 8 * self.groups
+        fixed = (self.warps * heads * 8 + 2 * 16 * heads * 8 + 2 * (heads * self.DV // 4 + 16) * 16
+                 + 8 * (2 + self.warps * self.stages) + 8)
+        return -(-fixed // 1024) * 1024 + self.ring_bytes
 
 
-@gluon.jit
-def _produce(K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window, limit, param, rule,
-             row, length, first, n, size, cut, head, piece, t, end, at, stop,
-             T: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
-             STAGES: gl.constexpr):
-    """Copy the tiles of a worker, one after the other, into the stages as they fall empty.
+def stage_bytes(D: int, DV: int, boxes: bool) -> int:
+    """Bytes of 16 tokens in a warp's ring."""
+    if boxes:
+        return (-(-D // 64) + -(-DV // 64)) * PIECE
+    return SIXTEEN * ((D // 8 | 1) + (DV // 8 | 1)) * 16
 
-    A box without a key that is seen is replaced by the nearest one that has some, so that nothing else is read.
+
+@cache
+def depth(D: int, DV: int, groups: int, boxes: bool) -> tuple[int, int]:
+    """Warps of a program and stages of each: eight warps where rows are short enough, and what fits."""
+    warps = 8 if max(D, DV) <= 128 else 4
+    for stages in (4, 3, 2) if warps == 4 else (3, 2):
+        if Build("bfloat16", D, DV, groups, 0, boxes, 0, False, 64, warps, stages).shared_bytes <= SHARED:
+            return warps, stages
+    raise AssertionError(f"no ring fits head sizes {D} and {DV}")
+
+
+# ----------------------------------------------------------------------------------------------------- compiling
+
+
+def compiler_gap() -> str | None:
+    """Why the kernel cannot be compiled here, with what to do about it; None when it can."""
+    cuda = (torch.version.cuda or "13").split(".", maxsplit=1)[0]
+    try:
+        from cuda.bindings import nvrtc
+
+        _done(nvrtc.nvrtcVersion())
+    except ImportError as error:
+        return f"cuda.bindings cannot be imported ({error}). Run: pip install 'cuda-bindings=={cuda}.*'"
+    except RuntimeError as error:  # cuda.bindings says so when it finds no library
+        return f"NVRTC cannot be used ({error}). Run: pip install 'nvidia-cuda-nvrtc{'-cu12' if cuda == '12' else ''}'"
+    return None
+
+
+def sources() -> dict[str, str]:
+    """The files of the kernel by their names."""
+    folder = files("wavefill.backends.gpu") / "cuda"
+    return {name: (folder / name).read_text() for name in SOURCES}
+
+
+def compile_source(build: Build, main: str = "decode.cu", extra: Mapping[str, str] | None = None,
+                   options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """The machine code of a build and what the compiler said; needs no GPU. RuntimeError where it fails."""
+    from cuda.bindings import nvrtc
+
+    texts = {**sources(), "variant.cuh": build.header, **(extra or {})}
+    program = _done(nvrtc.nvrtcCreateProgram(texts[main].encode(), main.encode(), len(texts),
+                                             [text.encode() for text in texts.values()],
+                                             [name.encode() for name in texts]))
+    try:
+        given = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-diag-suppress=128,186", *options)
+        status, = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
+        log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program))
+        _done(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.decode(errors="replace").strip("\0 \n")
+        if int(status):
+            raise RuntimeError(f"NVRTC could not compile {main}: {said}")
+        code = b" " * _done(nvrtc.nvrtcGetCUBINSize(program))
+        _done(nvrtc.nvrtcGetCUBIN(program, code))
+        return code, said
+    finally:
+        _done(nvrtc.nvrtcDestroyProgram(program))
+
+
+def machine_code(build: Build) -> bytes:
+    """The machine code of a build, from the cache folder if it is there; the folder is not needed to go on."""
+    from cuda.bindings import nvrtc
+
+    version = _done(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((version, ARCHITECTURE, build.header, sorted(sources().items()))).encode()).hexdigest()
+    path = env.cache_dir() / "cuda" / f"decode-{key[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code, _ = compile_source(build)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only or full disk: the next process compiles again
+    return code
+
+
+def _done(result: Any) -> Any:
+    """What a call of cuda.bindings returned after its status; RuntimeError where that is no success."""
+    status, *rest = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {status!r}")
+    return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+# ------------------------------------------------------------------------------------------------------ launching
+
+
+class Args(ctypes.Structure):
+    """`Args` of decode.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "q", "k", "v", "table", "seq", "before", "out", "lse", "part_o", "part_m", "part_l", "counters")),
+        *((name, ctypes.c_int64) for name in (
+            "q_b", "q_h", "k_p", "k_t", "k_h", "v_p", "v_t", "v_h", "o_b", "o_h", "l_b", "l_h", "t_b")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("B", "KH", "G", "window", "limit", "param", "rule", "align")),
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What calls of one geometry have in common.
+
+    blocks:   programs that a group of query heads takes, each for some of them.
+    programs: of the grid at most, by blocks; cluster: those of a cluster.
+    args:     strides, sizes and the schedule's parameter.
     """
-    BOXES: gl.constexpr = T // BOX
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    while at < stop:
-        row_table = TABLE + row.to(gl.int64) * s_table
-        last = (length - 1) // BOX * BOX
-        low = gl.where(window > 0, gl.maximum(length - window, 0), 0) // BOX * BOX
-        for tile in range(first + t, first + end):
-            pages = ()
-            for j in gl.static_range(BOXES):
-                token = gl.maximum(gl.minimum(tile * T + j * BOX, last), low)
-                if PAGE:
-                    pages += (gl.load(row_table + token // PAGE), token % PAGE)
-                else:
-                    pages += (row, token)
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            for j in gl.static_range(BOXES):
-                box = [pages[2 * j], head, 0, pages[2 * j + 1], 0]
-                tma.async_copy_global_to_shared(K, box, bar, k_smem.index(stage * BOXES + j))
-                tma.async_copy_global_to_shared(V, box, bar, v_smem.index(stage * BOXES + j))
-            stage += 1
-            if stage == STAGES:
-                stage = gl.to_tensor(0)
-                phase = phase ^ 1
-        at += end - t
-        if at < stop:
-            row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
-                T, KIND)
+
+    build: Build
+    blocks: int
+    programs: int
+    cluster: int
+    args: Args
+    ready: dict[int, Kernel] = field(default_factory=dict, compare=False)
+
+    def on(self, device: int) -> Kernel:
+        """The kernel on a device, which must be the current one; compiled at the first call."""
+        found = self.ready.get(device)
+        if found is None:
+            found = self.ready[device] = Kernel(self, device)
+        return found
 
 
-@gluon.jit
-def _consume(Q, SEQ, OUT, LSE, PART_O, PART_M, PART_L, k_tiles, v_tiles, full, empty, qk_scale,
-             KH, G, window, limit, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, worker,
-             row, length, first, n, size, cut, head, piece, t, end, at, stop,
-             D: gl.constexpr, DV: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, GP: gl.constexpr,
-             T: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr):
-    """Turn tiles into states: scores, online softmax and the weighted sum, and a result or a partial state a segment.
+def cluster_of(units: int, kv_bytes: int) -> int:
+    """Programs of a cluster for `units` (request, KV head) pairs and the most bytes of KV that a call can read."""
+    if units > FEW_UNITS:
+        return 1
+    return TEAM if units <= LEAST_UNITS or kv_bytes <= SMALL_BYTES else 2
 
-    Warps share a tile: its tokens for the scores, the columns of V for the weighted sum, and first of all the query
-    heads where there are more than 16.
+
+class Kernel:
+    """A launch on one device."""
+
+    def __init__(self, launch: Launch, device: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._launch, self._device = driver, launch, device
+        self._function = _function(launch.build, device)
+        cluster, programs = launch.cluster, launch.programs
+        if cluster > 1:
+            config = self._config(cluster, driver.CUstream(0))
+            programs = min(programs, cluster * _done(driver.cuOccupancyMaxActiveClusters(self._function, config)))
+        self._programs = programs
+        self._configs: dict[int, Any] = {}
+
+    def _config(self, programs: int, stream: Any) -> Any:
+        driver, launch = self._driver, self._launch
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = programs, launch.blocks, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.build.warps * 32, 1, 1
+        config.sharedMemBytes = launch.build.ring_bytes
+        config.hStream = stream
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
+        config.attrs, config.numAttrs = [cluster], 1
+        return config
+
+    def __call__(self, stream: int, q: Tensor, k: Tensor, v: Tensor, table: int, seq: int, out: int, lse: int,
+                 parts: tuple[int, int, int, int]) -> None:
+        """One launch on a stream; the last of `parts` is the scan's."""
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._configs[stream] = self._config(self._programs, self._driver.CUstream(stream))
+        args = Args.from_buffer_copy(self._launch.args)
+        args.q, args.k, args.v, args.table, args.seq, args.out, args.lse = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), table, seq, out, lse)
+        args.part_o, args.part_m, args.part_l, args.before = parts
+        args.counters = counters(self._device, stream, self._launch.programs * self._launch.blocks)
+        maps = (_maps(args.k, args.v, k.shape, k.stride(), v.shape, v.stride(), self._launch.build.dtype)
+                if self._launch.build.boxes else _NO_MAPS)
+        given = (ctypes.c_void_p * 2)(ctypes.addressof(maps), ctypes.addressof(args))
+        _done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(given), 0))
+
+
+_NO_MAPS = (ctypes.c_uint8 * 256)()
+_loading = threading.Lock()
+_functions: dict[tuple[Build, int], Any] = {}
+
+
+def _function(build: Build, device: int) -> Any:
+    """A build as a function of a device's context, which must be the current one."""
+    found = _functions.get((build, device))
+    if found is None:
+        from cuda.bindings import driver
+
+        with _loading:
+            found = _functions.get((build, device))
+            if found is None:
+                kernels.compiled_count += 1
+                module = _done(driver.cuModuleLoadData(machine_code(build)))
+                found = _done(driver.cuModuleGetFunction(module, b"decode"))
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _done(driver.cuFuncSetAttribute(found, most, build.ring_bytes))
+                _functions[build, device] = found
+    return found
+
+
+def is_loaded(build: Build, device: int) -> bool:
+    """Whether a call would compile and load nothing."""
+    return (build, device) in _functions
+
+
+def load(build: Build, device: int) -> None:
+    """Compile and load a build on a device, which must be the current one."""
+    _function(build, device)
+
+
+@lru_cache(maxsize=4096)
+def _maps(k: int, v: int, k_shape: Shape, k_strides: Shape, v_shape: Shape, v_strides: Shape, dtype: str) -> Any:
+    """Both caches as the copy engine takes them: [pages, heads, tokens, columns] in boxes of 16 tokens, 64 columns."""
+    from cuda.bindings import driver
+
+    maps = (ctypes.c_uint8 * 256)()
+    kind = driver.CUtensorMapDataType
+    element = (kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == "bfloat16" else
+               kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16)
+    for i, (at, shape, strides) in enumerate(((k, k_shape, k_strides), (v, v_shape, v_strides))):
+        pages, tokens, heads, columns = shape
+        # A dimension of one may have any stride, which the engine does not take.
+        page, token, head = (s * 2 if n > 1 else 16 for s, n in zip(strides[:3], shape[:3], strict=True))
+        made = _done(driver.cuTensorMapEncodeTiled(
+            element, 4, at, [driver.cuuint64_t(n) for n in (columns, tokens, heads, pages)],
+            [driver.cuuint64_t(n) for n in (token, head, page)],
+            [driver.cuuint32_t(n) for n in (64, SIXTEEN, 1, 1)], [driver.cuuint32_t(1)] * 4,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+        ctypes.memmove(ctypes.addressof(maps) + 128 * i, made.getPtr(), 128)
+    return maps
+
+
+# ------------------------------------------------------------------------------------------------------- counters
+
+#: Words of zeros that captured calls take their counters from, a few thousand calls; never given back, for a graph may
+#: be replayed at any time.
+ARENA_WORDS = 1 << 20
+_counting = threading.Lock()
+_of_streams: dict[tuple[int, int], Tensor] = {}
+_arenas: dict[int, tuple[Tensor, int]] = {}
+
+
+def counters(device: int, stream: int, words: int) -> int:
+    """The address of `words` zeros that no other call uses at the same time; a kernel leaves zeros behind.
+
+    Calls of a stream run one after the other and share theirs. A captured call has its own, since graphs may be
+    replayed side by side.
     """
-    WARPS: gl.constexpr = gl.num_warps()
-    DOWN: gl.constexpr = min(GP // 16, WARPS)
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[DOWN, WARPS // DOWN],
-                                                  instr_shape=[16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    along_g: gl.constexpr = gl.SliceLayout(1, mma)
-    o_g = gl.arange(0, GP, layout=along_g)
-    o_q = gl.arange(0, GP, layout=gl.SliceLayout(1, left))
-    o_d = gl.arange(0, DP, layout=gl.SliceLayout(0, left))
-    o_v = gl.arange(0, DVP, layout=gl.SliceLayout(0, mma))
-    o_t = gl.arange(0, T, layout=gl.SliceLayout(0, mma))
-    m_g = o_g < G
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    opened = gl.to_tensor(0)
-    while at < stop:
-        q_row = Q + row.to(gl.int64) * s_qb + (head * G + o_q).to(gl.int64) * s_qh
-        b_q = gl.load(q_row[:, None] + o_d[None, :], mask=(o_q < G)[:, None] & (o_d < D)[None, :], other=0.0)
-        b_m = gl.full([GP], float("-inf"), gl.float32, layout=along_g)
-        b_sums = gl.full([GP, T], 0.0, gl.float32, layout=mma)  # summed over tokens when the segment ends
-        b_acc = gl.full([GP, DVP], 0.0, gl.float32, layout=mma)
-        low = gl.where(window > 0, gl.maximum(length - window, 0), 0)
-        for tile in range(first + t, first + end):
-            mbarrier.wait(full.index(stage), phase)
-            b_k = k_tiles.index(stage).permute((1, 0)).load(right)
-            b_s = mma_v2(b_q, b_k, gl.full([GP, T], 0.0, gl.float32, layout=mma)) * qk_scale
-            if (tile * T < low) | (tile * T + T > length):
-                token = tile * T + o_t
-                b_s = gl.where(((token >= low) & (token < length))[None, :], b_s, float("-inf"))
-                _clear(v_tiles.index(stage), tile * T, low, length, T)
-                fence_async_shared()
-            b_new = gl.maximum(b_m, gl.max(b_s, 1))
-            b_alpha = gl.exp2(b_m - b_new)
-            b_p = gl.exp2(b_s - b_new[:, None])
-            b_m = b_new
-            b_sums = b_sums * b_alpha[:, None] + b_p
-            b_v = v_tiles.index(stage).load(right)
-            b_acc = mma_v2(gl.convert_layout(b_p.to(b_v.dtype), left), b_v, b_acc * b_alpha[:, None])
-            # Reads that are still on their way must not meet the copy that follows: it goes another way than they do.
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = gl.to_tensor(0)
-                phase = phase ^ 1
-        b_l = gl.sum(b_sums, 1)
-        if KIND == STREAM_K:
-            alone = end - t == n
-            slot = 2 * worker.to(gl.int64) + opened
-        else:
-            count = pieces(n, size, KIND)
-            alone = count == 1
-            slot = cut + head.to(gl.int64) * count + piece
-        m_o = m_g[:, None] & (o_v < DV)[None, :]
-        if alone:
-            o_row = OUT + row.to(gl.int64) * s_ob + (head * G + o_g).to(gl.int64) * s_oh
-            gl.store(o_row[:, None] + o_v[None, :], (b_acc / b_l[:, None]).to(OUT.dtype.element_ty), mask=m_o)
-            gl.store(LSE + row.to(gl.int64) * s_lb + (head * G + o_g).to(gl.int64) * s_lh,
-                     (b_m + gl.log2(b_l)) * 0.6931471805599453, mask=m_g)
-        else:
-            p_row = slot * G + o_g
-            gl.store(PART_O + p_row[:, None] * DV + o_v[None, :], b_acc, mask=m_o)
-            gl.store(PART_M + p_row, b_m, mask=m_g)
-            gl.store(PART_L + p_row, b_l, mask=m_g)
-        opened = gl.to_tensor(1)
-        at += end - t
-        if at < stop:
-            row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
-                T, KIND)
+    if torch.cuda.is_current_stream_capturing():
+        return _own_counters(device, words)
+    found = _of_streams.get((device, stream))
+    if found is None or found.numel() < words:
+        with _counting:
+            if device not in _arenas:
+                _arenas[device] = torch.zeros(ARENA_WORDS, dtype=torch.int32, device=device), 0
+                torch.cuda.synchronize(device)  # before a graph on any stream relies on them
+            found = _of_streams[device, stream] = torch.zeros(words, dtype=torch.int32, device=device)
+    return found.data_ptr()
 
 
-@gluon.jit
-def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_scale,
-           B, KH, G, window, limit, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, s_table,
-           D: gl.constexpr, DV: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, GP: gl.constexpr,
-           T: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr, KIND: gl.constexpr,
-           SCANNED: gl.constexpr, STAGES: gl.constexpr, COPY_REGISTERS: gl.constexpr, PDL: gl.constexpr):
-    """Shapes and strides are those of `launch.decode`; K and V are tensor descriptors as `kernels.box_shape` has them;
-    GP, DP and DVP are G, D and DV rounded up to powers of two, GP to 16 at least. PAGE is the page size, a multiple of
-    BOX, or 0 for contiguous caches.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES * (T // BOX)] + K.block_shape, K.layout)  # noqa: RUF005
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES * (T // BOX)] + V.block_shape, V.layout)  # noqa: RUF005
-    k_tiles = k_smem._reinterpret(K.dtype, [STAGES, T, DP], tile_layout(T, DP, BOX, K.block_shape[4]))
-    v_tiles = v_smem._reinterpret(V.dtype, [STAGES, T, DVP], tile_layout(T, DVP, BOX, V.block_shape[4]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-
-    worker = gl.program_id(0)
-    workers = gl.num_programs(0)
-    o_b = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-    row, length, first, n, size, cut, head, piece, t, end, at, stop = start(
-        SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-    gl.warp_specialize([
-        (_consume, (Q, SEQ, OUT, LSE, PART_O, PART_M, PART_L, k_tiles, v_tiles, full, empty, qk_scale,
-                    KH, G, window, limit, param, rule, s_qb, s_qh, s_ob, s_oh, s_lb, s_lh, worker,
-                    row, length, first, n, size, cut, head, piece, t, end, at, stop,
-                    D, DV, DP, DVP, GP, T, KIND, STAGES)),
-        (_produce, (K, V, TABLE, SEQ, s_table, k_smem, v_smem, full, empty, KH, window, limit, param, rule,
-                    row, length, first, n, size, cut, head, piece, t, end, at, stop,
-                    T, BOX, PAGE, T * (DP + DVP) * 2, KIND, STAGES)),
-    ], [1], [COPY_REGISTERS])
+def _own_counters(device: int, words: int) -> int:
+    with _counting:
+        arena, used = _arenas.get(device, (None, 0))
+        if arena is None or used + words > arena.numel():
+            # Within a capture torch takes this from the graph's memory, and zeroes it at every replay.
+            arena, used = torch.zeros(words, dtype=torch.int32, device=device), 0
+            _kept.append(arena)
+            return arena.data_ptr()
+        _arenas[device] = arena, used + words
+        return arena.data_ptr() + 4 * used
 
 
-@gluon.jit
-def _clear(v_tile, token, low, length, T: gl.constexpr):
-    """Zero the values outside of [low, length): a weight of zero does not keep a NaN out of a sum."""
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    o_t = token + gl.arange(0, T, layout=gl.SliceLayout(1, rows))
-    b_v = v_tile.load(rows)
-    v_tile.store(gl.where(((o_t >= low) & (o_t < length))[:, None], b_v, 0.0))
+_kept: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Compiled kernels: which variants there are, compiling them, and launching one with little work on the host.
+"""Compiled Triton kernels: which variants there are, compiling them, and launching one with little work on the host.
 
 A variant is keyed by what changes its code (head sizes, group, dtype, page size, kind of schedule, tile) and never by
 lengths or table width. A batch chooses among a few of them (the merge's shapes, and the scan of many requests), all of
@@ -33,13 +33,11 @@ TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 class Variant:
     """One kernel with its compile-time choices.
 
-    kernel:    "hopper", "portable", "merge" or "prefix".
+    kernel:    "portable", "merge" or "prefix".
     dtype:     of q, K, V and the output.
     constants: compile-time arguments, as sorted pairs.
-    box:       tokens of a box of the tensor memory accelerator; 0 where K and V are pointers.
     aligned:   arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
     pdl:       launched as a dependent of the kernel before it.
-    registers: the most of a thread, on average over warps; 0 for the compiler's choice.
     """
 
     kernel: str
@@ -47,17 +45,14 @@ class Variant:
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int = 1
-    box: int = 0
     aligned: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
     pdl: bool = False
-    registers: int = 0
 
 
 def source(variant: Variant) -> Any:
     """What `triton.compile` takes for a variant."""
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = function(variant.kernel)
     names = kernel.arg_names
@@ -67,9 +62,6 @@ def source(variant: Variant) -> Any:
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
-        elif variant.box and name in ("K", "V"):
-            block = box_shape(variant.box, constants["D" if name == "K" else "DV"])
-            signature[name] = f"tensordesc<{element}{block},{shared_layout(block)!r}>"
         elif name in ("Q", "K", "V", "OUT"):
             signature[name] = f"*{element}"
         elif name in POINTERS:
@@ -80,44 +72,17 @@ def source(variant: Variant) -> Any:
             signature[name] = "i64" if name.startswith("s_") else "i32"
     aligned = [n for n in names if signature[n].startswith("*") and n not in variant.unaligned] + list(variant.aligned)
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    made = GluonASTSource if variant.kernel == "hopper" else ASTSource
-    return made(kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs)
+    return ASTSource(kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs)
 
 
 def options(variant: Variant) -> dict[str, Any]:
     """The options of `triton.compile`."""
     return {"num_warps": variant.num_warps, "num_stages": variant.num_stages} | (
-        {"launch_pdl": True} if variant.pdl else {}) | ({"maxnreg": variant.registers} if variant.registers else {})
-
-
-def piece_of(columns: int) -> int:
-    """The columns of a row that are swizzled as one: as many as 128 bytes hold, if they divide the row."""
-    return min(64, columns & -columns)
-
-
-def box_shape(box: int, columns: int) -> list[int]:
-    """What the tensor memory accelerator copies at once of a cache seen as [pages, KH, pieces, tokens, piece].
-
-    Pieces past the row, up to a power of two, come as zeros.
-    """
-    piece = piece_of(columns)
-    return [1, 1, (1 << (columns - 1).bit_length()) // piece, box, piece]
-
-
-def shared_layout(block: list[int]) -> Any:
-    """Shared memory of a box of 16-bit elements."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    width = 2 * block[-1]
-    return NVMMASharedLayout(swizzle_byte_width=width if width >= 32 else 0, element_bitwidth=16, rank=len(block))
+        {"launch_pdl": True} if variant.pdl else {})
 
 
 def function(kernel: str) -> Any:
-    """The kernel's function, as Triton or Gluon made it."""
-    if kernel == "hopper":
-        from wavefill.backends.gpu import hopper
-
-        return hopper.decode
+    """The kernel's function, as Triton made it."""
     if kernel == "portable":
         from wavefill.backends.gpu import portable
 

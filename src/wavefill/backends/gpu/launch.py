@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavefill.backends.gpu import kernels
-from wavefill.backends.gpu.configs import COPY_REGISTERS, MERGE_PROGRAMS, MERGES, Config
+from wavefill.backends.gpu import hopper, kernels
+from wavefill.backends.gpu.configs import MERGE_PROGRAMS, MERGES, Config
 from wavefill.backends.gpu.kernels import Variant, constants
 from wavefill.hardware import GPU_INVARIANT_CHUNK
 from wavefill.schedule import FIXED_ITEMS_PER_WORKER, FLASHDECODING_MAX_SPLITS, INVARIANT_MAX_PIECES
@@ -72,20 +72,6 @@ def partial_slots(cut: Cut, B: int, KH: int, workers: int, tiles: int) -> int:
     return units * max(pieces, 1)
 
 
-class Box:
-    """K or V as Triton's launcher takes a tensor descriptor, without its checks."""
-
-    __slots__ = ("base", "padding", "shape", "strides")
-
-    def __init__(self, base: Tensor, shape: Shape, strides: Shape) -> None:
-        self.base, self.padding = base, "zero"
-        pages, tokens, heads, columns = shape
-        page, token, head = (s if n > 1 else 64 for s, n in zip(strides[:3], shape[:3], strict=True))
-        piece = kernels.piece_of(columns)
-        self.shape = (pages, heads, columns // piece, tokens, piece)
-        self.strides = (page, head, piece, token, 1)
-
-
 @cache
 def sm_count(device: int) -> int:
     """Streaming multiprocessors of a device."""
@@ -99,13 +85,17 @@ def dependent_launch(device: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def boxes_fit(shape: Shape, strides: Shape, paged: bool, box: int) -> bool:
-    """Whether the tensor memory accelerator can read a cache of 16-bit elements in boxes of `box` tokens.
+def copies_of(shape: Shape, strides: Shape, paged: bool) -> str:
+    """How the Hopper kernel reads a cache of 16-bit elements: "boxes", "rows", or "" where it cannot.
 
-    It wants strides of whole 16 bytes below 2**40 and sizes below 2**32; the kernel wants rows of whole 32 bytes.
+    It wants rows of whole 32 bytes at multiples of 16 bytes. Boxes of 16 tokens want pages of a multiple of 16 tokens,
+    and strides above 0 and below 2**40 bytes; the copy engine counts sizes in 32 bits.
     """
-    return (strides[3] == 1 and shape[3] % 16 == 0 and not (paged and shape[1] % box) and max(shape) < 1 << 31
-            and all(s % 8 == 0 and 0 < s < 1 << 39 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1))
+    if strides[3] != 1 or shape[3] % 16 or any(s % 8 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1):
+        return ""
+    boxes = (not (paged and shape[1] % hopper.SIXTEEN) and max(shape) < 1 << 31
+             and all(0 < s < 1 << 39 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1))
+    return "boxes" if boxes else "rows"
 
 
 @lru_cache(maxsize=4096)
@@ -118,22 +108,21 @@ def vectors_fit(strides: Shape, element_bytes: int) -> bool:
 class Call:
     """All that calls of one geometry have in common.
 
-    prefix, attention, merge: kernels to launch, the first only for more than `SCAN_AT_MOST` requests.
-    *_grid, *_args:           their grids, and the arguments after the addresses.
-    boxes:                    K and V as descriptors, None where they go by address.
+    prefix, attention, merge: kernels to launch; the first only where lengths are scanned ahead, the last only where the
+                              attention kernel does not merge by itself.
+    *_grid, *_args:           grids of Triton kernels, and the arguments after the addresses.
     scratch:                  4-byte words of the buffer; its parts begin at `offsets` (states, maxima, sums, scan).
     ready:                    the kernels, by device.
     """
 
     prefix: Variant | None
-    attention: Variant
-    merge: Variant
+    attention: Variant | hopper.Launch
+    merge: Variant | None
     attention_grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int]
     prefix_args: tuple[Any, ...]
     attention_args: tuple[Any, ...]
     merge_args: tuple[Any, ...]
-    boxes: tuple[tuple[Shape, Shape], tuple[Shape, Shape]] | None
     scratch: int
     offsets: tuple[int, int, int, int]
     ready: dict[int | None, tuple[Any, Any, Any]] = field(default_factory=dict, compare=False)
@@ -142,9 +131,15 @@ class Call:
         """The three kernels on a device (None: in the interpreter), compiled at the first call."""
         found = self.ready.get(device)
         if found is None:
-            make: Any = _interpreted if device is None else lambda variant: kernels.compiled(variant, device)
-            prefix = None if self.prefix is None else make(self.prefix)
-            found = self.ready[device] = (prefix, make(self.attention), make(self.merge))
+            def make(kernel: Variant | hopper.Launch | None) -> Any:
+                if kernel is None:
+                    return None
+                if isinstance(kernel, hopper.Launch):
+                    assert device is not None
+                    return kernel.on(device)
+                return _interpreted(kernel) if device is None else kernels.compiled(kernel, device)
+
+            found = self.ready[device] = (make(self.prefix), make(self.attention), make(self.merge))
         return found
 
 
@@ -157,54 +152,73 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     page_size, KH, DV = k_shape[1], k_shape[2], v_shape[3]
     G, tile, units = HQ // KH, config.tile, B * KH
     cut = cut_of(schedule, tile)
-    scanned = B > SCAN_AT_MOST
     capacity = page_size * (1 if table is None else table[0][1])
+    scanned = B > SCAN_AT_MOST or (bool(config.copies) and -(-capacity // tile) * units >= 1 << 31)
     slots = partial_slots(cut, B, KH, workers, -(-capacity // tile))
     stats = _round(slots * G)
     offsets = (0, _round(slots * G * DV), _round(slots * G * DV) + stats, _round(slots * G * DV) + 2 * stats)
     scratch = offsets[3] + (2 * (2 * B + 3) if scanned else 0)
-    cuts = (0 if window is None else min(window, MAX_LENGTH), min(capacity, MAX_LENGTH), cut.param, cut.rule)
+    seen = 0 if window is None else min(window, MAX_LENGTH)
+    limit = min(capacity, MAX_LENGTH)
+    cuts = (seen, limit, cut.param, cut.rule)
     ends = (*out_strides[:2], *lse_strides)
     s_table = 0 if table is None else table[1][0]
+    blocks = -(-G // config.heads)
 
-    attention = attention_variant(dtype, D, DV, G, config, cut.kind, None if table is None else page_size, scanned,
-                                  aligned, pdl, interpret)
-    strides = () if config.box else (*k_strides, *v_strides)
-    attention_args = (scale * LOG2_E, B, KH, G, *(() if config.box else (page_size,)), *cuts, *q_strides[:2], *strides,
-                      *ends, s_table, *kernels.values(attention))
+    attention: Variant | hopper.Launch
+    attention_args: tuple[Any, ...] = ()
+    if config.copies:
+        cluster = 1
+        if cut.kind == STREAM_K and not config.alone:
+            cluster = hopper.cluster_of(units, capacity * units * (D + DV) * 2)
+        args = hopper.Args(scale=scale * LOG2_E, B=B, KH=KH, G=G, window=seen, limit=limit, param=cut.param,
+                           rule=cut.rule, align=1 if cluster == hopper.TEAM else 8, t_b=s_table)
+        for names, strides in ((("q_b", "q_h"), q_strides), (("k_p", "k_t", "k_h"), k_strides),
+                               (("v_p", "v_t", "v_h"), v_strides), (("o_b", "o_h", "l_b", "l_h"), ends)):
+            for name, stride in zip(names, strides, strict=False):
+                setattr(args, name, stride)
+        build = build_of(dtype, D, DV, config, cut.kind, None if table is None else page_size, scanned)
+        attention = hopper.Launch(build, blocks, workers, cluster, args)
+    else:
+        attention = attention_variant(dtype, D, DV, G, config, cut.kind, table is not None, scanned, aligned, pdl,
+                                      interpret)
+        attention_args = (scale * LOG2_E, B, KH, G, page_size, *cuts, *q_strides[:2], *k_strides, *v_strides, *ends,
+                          s_table, *kernels.values(attention))
 
+    merge = None
+    merge_args: tuple[Any, ...] = ()
     by_worker = cut.kind == STREAM_K and units > workers
     merge_rows = workers if by_worker else units
     shape = merge_shape(merge_rows * G, DV)
-    merge = merge_variant(dtype, DV, shape, tile, cut.kind, by_worker, scanned, pdl)
-    merge_args = (B, KH, G, workers, *cuts, *ends, *kernels.values(merge))
+    if not (config.copies and cut.kind == STREAM_K):
+        merge = merge_variant(dtype, DV, shape, tile, cut.kind, by_worker, scanned, pdl)
+        merge_args = (B, KH, G, workers, *cuts, *ends, *kernels.values(merge))
 
     prefix = None
     prefix_args: tuple[Any, ...] = ()
     if scanned:
-        prefix = prefix_variant(dtype, tile, cut.kind)
+        prefix = prefix_variant(tile, cut.kind)
         prefix_args = (B, KH, workers, *cuts, *kernels.values(prefix))
-    boxes = ((k_shape, k_strides), (v_shape, v_strides)) if config.box else None
-    return Call(prefix, attention, merge, (workers, -(-G // config.heads), 1), (merge_rows, G, -(-DV // shape[0])),
-                prefix_args, attention_args, merge_args, boxes, scratch, offsets)
+    return Call(prefix, attention, merge, (workers, blocks, 1), (merge_rows, G, -(-DV // shape[0])), prefix_args,
+                attention_args, merge_args, scratch, offsets)
 
 
-def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None, scanned: bool,
+def build_of(dtype: str, D: int, DV: int, config: Config, kind: int, page: int | None, scanned: bool) -> hopper.Build:
+    """The Hopper kernel of a shape; `page` tokens a page, None for a contiguous cache."""
+    return hopper.Build(dtype, D, DV, config.heads // 8, page or 0, config.copies == "boxes", kind, scanned,
+                        config.tile, config.warps, config.stages)
+
+
+def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, paged: bool, scanned: bool,
                       aligned: bool, pdl: bool, interpret: bool = False) -> Variant:
-    """The attention kernel of a shape; `page` tokens a page, None for a contiguous cache."""
-    common: dict[str, Any] = {
+    """The portable attention kernel of a shape."""
+    # Without vectors every element takes an address, for which more warps have room.
+    return Variant("portable", dtype, constants({
         "D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "T": config.tile,
         "GP": max(min(_power(G), config.heads), 16), "CHUNK": CHUNK, "KIND": kind, "SCANNED": scanned,
-        "STAGES": config.stages, "PDL": pdl,
-    }
-    if config.box:
-        common |= {"BOX": config.box, "PAGE": page or 0, "COPY_REGISTERS": COPY_REGISTERS}
-        return Variant("hopper", dtype, constants(common), config.warps, box=config.box, registers=config.registers,
-                       aligned=("s_qb", "s_qh", "s_ob", "s_oh"), unaligned=("TABLE", "SEQ", "LSE"))
-    common |= {"PAGED": page is not None, "UNIT": aligned, "PRECISION": "ieee",
-               "WIDEN": interpret and dtype == "bfloat16"}
-    # Without vectors every element takes an address, for which more warps have room.
-    return Variant("portable", dtype, constants(common), config.warps if aligned else 8, config.stages,
+        "STAGES": config.stages, "PDL": pdl, "PAGED": paged, "UNIT": aligned, "PRECISION": "ieee",
+        "WIDEN": interpret and dtype == "bfloat16",
+    }), config.warps if aligned else 8, config.stages,
                    aligned=("s_kp", "s_kt", "s_kh", "s_vp", "s_vt", "s_vh") if aligned else (),
                    unaligned=("Q", "OUT", "TABLE", "SEQ", "LSE") + (() if aligned else ("K", "V")))
 
@@ -219,17 +233,21 @@ def merge_variant(dtype: str, DV: int, shape: tuple[int, int, int], tile: int, k
     }), warps, pdl=pdl, unaligned=("OUT", "SEQ", "LSE"))
 
 
-def prefix_variant(dtype: str, tile: int, kind: int) -> Variant:
-    """The scan of many lengths."""
-    return Variant("prefix", dtype, constants({"T": tile, "CHUNK": SCAN_CHUNK, "KIND": kind}), 8, unaligned=("SEQ",))
+def prefix_variant(tile: int, kind: int) -> Variant:
+    """The scan of many lengths, which sees no elements: one for all dtypes."""
+    return Variant("prefix", "float32", constants({"T": tile, "CHUNK": SCAN_CHUNK, "KIND": kind}), 8,
+                   unaligned=("SEQ",))
 
 
 def variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None,
-             pdl: bool) -> list[Variant]:
+             pdl: bool) -> list[Variant | hopper.Build]:
     """Every kernel that calls of a shape and a kind of schedule can take, whatever their lengths and batch."""
-    found = [prefix_variant(dtype, config.tile, kind)]
+    found: list[Variant | hopper.Build] = [prefix_variant(config.tile, kind)]
     for scanned in (False, True):
-        found.append(attention_variant(dtype, D, DV, G, config, kind, page, scanned, True, pdl))
+        found.append(build_of(dtype, D, DV, config, kind, page, scanned) if config.copies else
+                     attention_variant(dtype, D, DV, G, config, kind, page is not None, scanned, True, pdl))
+        if config.copies and kind == STREAM_K:
+            continue
         found += [merge_variant(dtype, DV, shape, config.tile, kind, by_worker, scanned, pdl)
                   for shape in MERGES for by_worker in ((False, True) if kind == STREAM_K else (False,))]
     return found
@@ -251,9 +269,9 @@ def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | No
 
     q [B, HQ, D] and out with unit last stride; k, v [pages, page_size, KH, D] with a table [B, max_pages] of unit last
     stride, or [B, S, KH, D]; seq_lens contiguous. The caller has checked them, made the device current, and holds
-    what `config.box` asks for: `boxes_fit` of both caches, and 16-byte alignment of q, out and the caches.
+    what `config.copies` asks for: `copies_of` both caches and 16-byte alignment of them, 4-byte alignment of q's rows.
     """
-    aligned = bool(config.box) or (
+    aligned = bool(config.copies) or (
         vectors_fit(k.stride(), k.element_size()) and vectors_fit(v.stride(), v.element_size())
         and not (k.data_ptr() | v.data_ptr()) % 16)
     call = _plan(_DTYPE_NAMES[q.dtype], q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
@@ -263,29 +281,28 @@ def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | No
     scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
     if table is None:
         table = seq_lens
-    addresses: tuple[Any, ...]
-    caches: tuple[Any, Any] = k, v
+    inputs: tuple[Any, ...] = q, k, v
+    at: tuple[Any, ...]
     if interpret:
         device, stream = None, 0
-        parts = [scratch[at:] for at in call.offsets]
-        parts[3] = parts[3].view(torch.int64)
-        q_at: Any = q
-        addresses = (seq_lens, table, out, lse, *parts)
+        parts = [scratch[begin:] for begin in call.offsets]
+        at = seq_lens, table, out, lse, *parts[:3], parts[3].view(torch.int64)
     else:
         device, stream = q.device.index, torch._C._cuda_getCurrentRawStream(q.device.index)
-        base = scratch.data_ptr()
-        q_at = q.data_ptr()
-        addresses = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(),
-                     *(base + 4 * at for at in call.offsets))
-        caches = ((k.data_ptr(), v.data_ptr()) if call.boxes is None else
-                  (Box(k, *call.boxes[0]), Box(v, *call.boxes[1])))
-    seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = addresses
+        inputs, base = (q.data_ptr(), k.data_ptr(), v.data_ptr()), scratch.data_ptr()
+        at = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(),
+              *(base + 4 * begin for begin in call.offsets))
+    seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = at
     prefix, attention, merge = call.launchers(device)
     if prefix is not None:
         prefix((1, 1, 1), stream, seq, before, *call.prefix_args)
-    attention(call.attention_grid, stream, q_at, *caches, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l,
-              *call.attention_args)
-    merge(call.merge_grid, stream, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
+    if config.copies:
+        attention(stream, q, k, v, table_at, seq, out_at, lse_at, (part_o, part_m, part_l, before))
+    else:
+        attention(call.attention_grid, stream, *inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l,
+                  *call.attention_args)
+    if merge is not None:
+        merge(call.merge_grid, stream, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
 
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

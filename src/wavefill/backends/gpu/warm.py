@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from wavefill.backends.gpu import capability, config_of, device_gap, is_hopper, kernels, launch
-from wavefill.backends.gpu.configs import BOX
+from wavefill.backends.gpu import capability, config_of, device_gap, hopper, is_hopper, kernels, launch
 from wavefill.spec import DTYPE_BYTES, AttentionSpec, BackendUnavailable, Schedule, complaint
 
 
@@ -20,7 +19,7 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
 
     Kernels are compiled in processes of their own, `jobs` at a time, into the folder that calls load them from.
     """
-    wanted: dict[kernels.Variant, None] = {}
+    wanted: dict[kernels.Variant | hopper.Build, None] = {}
     for spec in specs:
         gap = device_gap(index) or capability(spec)
         if gap is not None:
@@ -29,23 +28,38 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
         for schedule in schedules:
             wanted |= dict.fromkeys(_variants(spec, schedule, index))
     with torch.cuda.device(index):
-        fresh = [variant for variant in wanted if not kernels.is_compiled(variant, index)]
+        fresh = [variant for variant in wanted if not (
+            hopper.is_loaded(variant, index) if isinstance(variant, hopper.Build) else
+            kernels.is_compiled(variant, index))]
         count = min(jobs or os.cpu_count() or 1, len(fresh))
         if count > 1:
             from triton.runtime import driver
 
             # Fresh processes: a fork of one that holds a CUDA context cannot use it, and these need none.
             with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-                list(pool.map(kernels.compile_only, fresh, [driver.active.get_current_target()] * len(fresh)))
+                list(pool.map(_compile, fresh, [driver.active.get_current_target()] * len(fresh)))
         for variant in fresh:
-            kernels.compiled(variant, index)
+            if isinstance(variant, hopper.Build):
+                hopper.load(variant, index)
+            else:
+                kernels.compiled(variant, index)
     return len(wanted)
+
+
+def _compile(variant: kernels.Variant | hopper.Build, target: Any) -> None:
+    """In a process of its own: into the folder that calls load from."""
+    if isinstance(variant, hopper.Build):
+        hopper.machine_code(variant)
+    else:
+        kernels.compile_only(variant, target)
 
 
 def _variants(spec: AttentionSpec, schedule: Schedule, index: int) -> list[Any]:
     item = DTYPE_BYTES[spec.dtype]
-    boxes = is_hopper(index) and item == 2 and (spec.page_size or BOX) % BOX == 0
-    config = config_of(spec.D, spec.DV, spec.G, item, schedule, boxes=boxes)
+    copies = ""
+    if is_hopper(index) and item == 2 and not (spec.D % 16 or spec.DV % 16):
+        copies = "rows" if (spec.page_size or 0) % hopper.SIXTEEN else "boxes"
+    config = config_of(spec.D, spec.DV, spec.G, item, schedule, copies=copies)
     kind = launch.cut_of(schedule, config.tile).kind
     return launch.variants(spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size,
                            launch.dependent_launch(index))
