@@ -62,7 +62,7 @@ def get(name: str) -> str | int | bool | Path | None:
 
 def flag(name: str) -> bool:
     """A bool variable, False when unset."""
-    return bool(get(name))
+    return name in os.environ and bool(get(name))
 
 
 def unknown() -> list[str]:

@@ -9,9 +9,9 @@ Importing this module needs no Triton; the first call does.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,16 +104,48 @@ def attention(
     page ids out of range in slots that are read.
     """
     index = q.device.index
-    gap = device_gap(index)
-    if gap is not None:
-        raise BackendUnavailable(complaint("impl", "the GPU backend cannot run here", q.device, gap + "."))
     if env.flag("WAVEFILL_CHECK") and not torch.cuda.is_current_stream_capturing():
+        _hold_device(index)
         _check_values(seq_lens, block_table, k_cache, window)
-    if not q.shape[0]:
-        return
+    if q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2:
+        q = q.clone(memory_format=torch.contiguous_format)
+    # One look-up for all that sizes, strides, alignment and options decide.
+    key = (index, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(),
+           None if block_table is None else (block_table.shape, block_table.stride()), out.stride(), lse.stride(),
+           (k_cache.data_ptr() | v_cache.data_ptr()) % 16, scale, window, schedule, sm_budget)
+    call = _calls.get(key)
+    if call is None:
+        _hold_device(index)
+        if not q.shape[0]:
+            return
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        call = _calls[key] = _plan(q, k_cache, v_cache, block_table, out, lse, scale, window, schedule, sm_budget)
     from wavefill.backends.gpu import launch
 
-    D, DV, item = k_cache.shape[3], v_cache.shape[3], q.element_size()
+    if torch.cuda.current_device() == index:
+        launch.run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
+    else:
+        with torch.cuda.device(index):
+            launch.run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
+
+
+#: Calls by all that decides how they run, and how many are kept.
+_calls: dict[tuple[object, ...], Any] = {}
+MOST_CALLS = 4096
+
+
+def _hold_device(index: int) -> None:
+    gap = device_gap(index)
+    if gap is not None:
+        raise BackendUnavailable(complaint("impl", "the GPU backend cannot run here", f"cuda:{index}", gap + "."))
+
+
+def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, out: Tensor, lse: Tensor,
+          scale: float, window: int | None, schedule: Schedule, sm_budget: int | None) -> Any:
+    from wavefill.backends.gpu import launch
+
+    index, D, DV, item = q.device.index, k_cache.shape[3], v_cache.shape[3], q.element_size()
     copies = ""
     if is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         paged = block_table is not None
@@ -125,11 +157,8 @@ def attention(
                        alone=sm_budget is not None)
     sms = launch.sm_count(index)
     workers = (sms if sm_budget is None else min(sm_budget, sms)) * config.ctas
-    if config.copies and (q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2):
-        q = q.clone(memory_format=torch.contiguous_format)
-    with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
-        launch.decode(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
-                      schedule=schedule, config=config, workers=workers)
+    return launch.plan(q, k_cache, v_cache, block_table, out, lse, scale=scale, window=window, schedule=schedule,
+                       config=config, workers=workers)
 
 
 def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, copies: str, alone: bool = False) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import struct
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -248,23 +249,21 @@ class Kernel:
         config.attrs, config.numAttrs = [cluster], 1
         return config
 
-    def __call__(self, stream: int, q: Tensor, k: Tensor, v: Tensor, table: int, seq: int, out: int, lse: int,
-                 parts: tuple[int, int, int, int]) -> None:
-        """One launch on a stream; the last of `parts` is the scan's."""
+    def __call__(self, stream: int, k: Tensor, v: Tensor, addresses: tuple[int, ...]) -> None:
+        """One launch on a stream; `addresses` are those of `Args` up to part_l."""
+        launch = self._launch
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._config(self._programs, self._driver.CUstream(stream))
-        args = Args.from_buffer_copy(self._launch.args)
-        args.q, args.k, args.v, args.table, args.seq, args.out, args.lse = (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), table, seq, out, lse)
-        args.part_o, args.part_m, args.part_l, args.before = parts
-        args.counters = counters(self._device, stream, self._launch.programs * self._launch.blocks)
-        maps = (_maps(args.k, args.v, k.shape, k.stride(), v.shape, v.stride(), self._launch.build.dtype)
-                if self._launch.build.boxes else _NO_MAPS)
+        args = Args.from_buffer_copy(launch.args)
+        _ADDRESSES.pack_into(args, 0, *addresses, counters(self._device, stream, launch.programs * launch.blocks))
+        maps = (_maps(addresses[1], addresses[2], k.shape, k.stride(), v.shape, v.stride(), launch.build.dtype)
+                if launch.build.boxes else _NO_MAPS)
         given = (ctypes.c_void_p * 2)(ctypes.addressof(maps), ctypes.addressof(args))
         _done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(given), 0))
 
 
+_ADDRESSES = struct.Struct("=12Q")
 _NO_MAPS = (ctypes.c_uint8 * 256)()
 _loading = threading.Lock()
 _functions: dict[tuple[Build, int], Any] = {}

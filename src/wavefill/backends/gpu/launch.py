@@ -265,18 +265,33 @@ def merge_shape(rows: int, columns: int) -> tuple[int, int, int]:
 def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor, lse: Tensor, *,
            scale: float, window: int | None, schedule: Schedule, config: Config, workers: int,
            interpret: bool = False) -> None:
-    """Fill `out` [B, HQ, DV] and `lse` [B, HQ] on q's device, in at most three launches and without a synchronisation.
+    """`plan`, then `run`."""
+    run(plan(q, k, v, table, out, lse, scale=scale, window=window, schedule=schedule, config=config, workers=workers,
+             interpret=interpret), q, k, v, seq_lens, table, out, lse, interpret=interpret)
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, out: Tensor, lse: Tensor, *, scale: float,
+         window: int | None, schedule: Schedule, config: Config, workers: int, interpret: bool = False) -> Call:
+    """What calls with tensors of these sizes, strides and alignment have in common.
 
     q [B, HQ, D] and out with unit last stride; k, v [pages, page_size, KH, D] with a table [B, max_pages] of unit last
-    stride, or [B, S, KH, D]; seq_lens contiguous. The caller has checked them, made the device current, and holds
-    what `config.copies` asks for: `copies_of` both caches and 16-byte alignment of them, 4-byte alignment of q's rows.
+    stride, or [B, S, KH, D]. The caller holds what `config.copies` asks for: `copies_of` both caches and 16-byte
+    alignment of them, 4-byte alignment of q's rows.
     """
     aligned = bool(config.copies) or (
         vectors_fit(k.stride(), k.element_size()) and vectors_fit(v.stride(), v.element_size())
         and not (k.data_ptr() | v.data_ptr()) % 16)
-    call = _plan(_DTYPE_NAMES[q.dtype], q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+    return _plan(_DTYPE_NAMES[q.dtype], q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
                  None if table is None else (table.shape, table.stride()), out.stride(), lse.stride(), aligned, scale,
                  window, schedule, config, workers, not interpret and dependent_launch(q.device.index), interpret)
+
+
+def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor, lse: Tensor,
+        *, interpret: bool = False) -> None:
+    """Fill `out` [B, HQ, DV] and `lse` [B, HQ] on q's device, in at most three launches and without a synchronisation.
+
+    The tensors are like those that the call was planned for, and seq_lens is contiguous; the device is current.
+    """
     # torch's allocator knows about streams and graphs, so the buffer is this call's own, also in a captured graph.
     scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
     if table is None:
@@ -290,14 +305,15 @@ def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | No
     else:
         device, stream = q.device.index, torch._C._cuda_getCurrentRawStream(q.device.index)
         inputs, base = (q.data_ptr(), k.data_ptr(), v.data_ptr()), scratch.data_ptr()
-        at = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(),
-              *(base + 4 * begin for begin in call.offsets))
+        o, m, l, before = call.offsets  # noqa: E741
+        at = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(), base + 4 * o, base + 4 * m,
+              base + 4 * l, base + 4 * before)
     seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = at
     prefix, attention, merge = call.launchers(device)
     if prefix is not None:
         prefix((1, 1, 1), stream, seq, before, *call.prefix_args)
-    if config.copies:
-        attention(stream, q, k, v, table_at, seq, out_at, lse_at, (part_o, part_m, part_l, before))
+    if isinstance(call.attention, hopper.Launch):
+        attention(stream, k, v, (*inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l))
     else:
         attention(call.attention_grid, stream, *inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l,
                   *call.attention_args)
