@@ -49,7 +49,7 @@ def test_cpu_takes_stream_k_with_equal_threads():
 
 def test_gpu_defaults_and_floor():
     choice = explain([65536], device="h200")
-    assert (choice.workers, choice.tile, choice.device) == (264, 64, "H200")
+    assert (choice.workers, choice.tile, choice.device) == (132, 64, "H200")
     kv = 65536 * 8 * 256 * 2
     assert choice.traffic.kv == kv
     assert choice.floor_us == pytest.approx((kv + 2 * 32 * 128 * 2) / 4.575e12 * 1e6)
@@ -280,7 +280,7 @@ def test_html_is_self_contained_and_well_formed():
     assert len(drawings) == 4
     for drawing in drawings:
         ET.fromstring(drawing)
-    assert "fixed (FlashDecoding&#x27;s rule, 2 splits): done after 1,024 tiles, 12% filled" in page
+    assert "fixed (FlashDecoding&#x27;s rule, 1 split)" in page
 
 
 def test_html_escapes_and_takes_an_empty_batch():
@@ -315,10 +315,10 @@ def run(*args, code=0):
 
 def test_command_shows_the_choice_and_the_timelines():
     out = run("--lens", "131072,65536,14x4096", "--device", "h200").stdout
-    assert "stream_k ends after 121 tiles with 264 workers 99% filled" in out
+    assert "stream_k ends after 241 tiles with 132 workers 100% filled" in out
     assert "31,744 of 64 tokens" in out
     assert "227.4 us at H200's 4.58 TB/s (measured)" in out
-    assert "invariant (chunks of 128 tokens): done after 122 tiles" in out
+    assert "invariant (chunks of 128 tokens): done after 242 tiles" in out
     assert "done after" not in run("--lens", "4096", "--no-timeline").stdout
 
 

@@ -29,7 +29,7 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("WAVEFILL_CACHE_DIR", Path, "the user's cache folder, and Triton's own for GPU kernels",
+    Variable("WAVEFILL_CACHE_DIR", Path, "the user's cache folder, and Triton's own for its kernels",
              "Folder for converted models and compiled GPU kernels."),
     Variable("WAVEFILL_PEERS", Path, "none",
              "Folder of kernels that `bench --device cuda` compares with: fa3.so, and Python packages in site/."),

@@ -23,8 +23,8 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 CPU_TILE = 32
 #: The largest head size that the CPU backend has kernels for.
 CPU_MAX_HEAD_DIM = 576
-#: CTAs on each SM where the caller gives none: two overlap the end of one's segments with the other's tiles.
-GPU_WORKERS_PER_SM = 2
+#: CTAs on each SM where the caller gives none: one fills an SM's shared memory with what it has on its way.
+GPU_WORKERS_PER_SM = 1
 #: Tokens of a piece of `Invariant()` on a GPU: its partial state is a few hundredths of the KV it stands for, and one
 #: request of a few thousand tokens fills the machine.
 GPU_INVARIANT_CHUNK = 128

@@ -1,10 +1,10 @@
-"""The GPU backend: Triton kernels that derive their work from lengths in device memory.
+"""The GPU backend: kernels that derive their work from lengths in device memory.
 
 Callers (ops.py) have checked shapes, dtypes and devices. Values in tensors (lengths, page ids) are on the device and
 are not looked at, unless WAVEFILL_CHECK=1 asks for it: a length past the cache's capacity is cut to it, and page ids
 out of range in slots that are read are undefined behaviour.
 
-Importing this module needs no Triton; the first call does.
+Importing this module needs no compiler; the first call does.
 """
 
 from __future__ import annotations
