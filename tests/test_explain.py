@@ -280,7 +280,7 @@ def test_html_is_self_contained_and_well_formed():
     assert len(drawings) == 4
     for drawing in drawings:
         ET.fromstring(drawing)
-    assert "fixed (FlashDecoding&#x27;s rule, 1 split)" in page
+    assert "fixed (FlashDecoding&#x27;s rule, 1 split): done after 2,048 tiles, 12% filled" in page
 
 
 def test_html_escapes_and_takes_an_empty_batch():

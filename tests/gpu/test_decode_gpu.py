@@ -200,6 +200,28 @@ def test_side_streams() -> None:
     assert all(torch.equal(result, exact) for result in results)
 
 
+def test_graphs_side_by_side() -> None:
+    """Two graphs of one capture stream, replayed at once: their merges must not count each other's parts."""
+    p = problem([30_000], 8, 1, 128)  # one unit, which all teams share
+    exact, _ = p.run()
+    capture, graphs, outs = torch.cuda.Stream(), [], []
+    for _ in range(2):
+        out = torch.empty_like(p.q)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=capture):
+            wavefill.decode_attention(p.q, p.k, p.v, p.lens, p.table, out=out)
+        graphs.append(graph)
+        outs.append(out)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for graph, out, stream in zip(graphs, outs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(float("nan"))
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, exact) for out in outs)
+
+
 @pytest.mark.parametrize(("call", "match"), [
     (lambda p: p.run(impl="cpu"), "impl"), (lambda p: p.run(schedule=StreamK(tile=48)), "StreamK.tile"),
     (lambda p: p.run(sm_budget=0), "sm_budget"),
