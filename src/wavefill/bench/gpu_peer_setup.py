@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +49,48 @@ def flashinfer() -> str | None:
         except Exception as error:
             return f"flashinfer does not load: {type(error).__name__}: {str(error)[:200]}"
     return why
+
+
+#: Where SGLang keeps its Triton decode kernels, newest first.
+SGLANG_MODULES = ("sglang.kernels.ops.attention.decode_attention",
+                  "sglang.srt.layers.attention.triton_ops.decode_attention")
+
+
+@cache
+def sglang() -> str | None:
+    """Why SGLang's Triton decode kernels cannot be imported, or None once they are (see `sglang_kernels`)."""
+    return _offer("sglang") or (None if sglang_kernels() is not None else
+                                f"none of {', '.join(SGLANG_MODULES)} can be imported")
+
+
+@cache
+def sglang_kernels() -> Any:
+    """The module of SGLang's decode kernels, None where there is none.
+
+    It asks the server's utilities only which GPU maker it has; where the server cannot be imported (it needs dozens of
+    packages), stand-ins answer that.
+    """
+    for name in SGLANG_MODULES:
+        for stand_in in (False, True):
+            if stand_in:
+                _stand_in_for_the_server()
+            try:
+                return importlib.import_module(name)
+            except Exception:
+                for loaded in [module for module in sys.modules if module.startswith("sglang")]:
+                    del sys.modules[loaded]
+    return None
+
+
+def _stand_in_for_the_server() -> None:
+    utilities, environment = ModuleType("sglang.srt.utils"), ModuleType("sglang.srt.environ")
+    for name in ("is_hip", "is_gfx95_supported", "is_gfx1250_supported", "is_cuda_alike"):
+        setattr(utilities, name, lambda: False)
+    utilities.get_device_core_count = (  # type: ignore[attr-defined]
+        lambda index=0: torch.cuda.get_device_properties(index).multi_processor_count)
+    environment.envs = None  # type: ignore[attr-defined]  # only AMD's kernels ask
+    sys.modules |= {"sglang.srt": ModuleType("sglang.srt"), utilities.__name__: utilities,
+                    environment.__name__: environment}
 
 
 def _fa3_library() -> Path | None:

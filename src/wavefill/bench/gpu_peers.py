@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavefill.bench.gpu_peer_setup import fa3, flashinfer
+from wavefill.bench.gpu_peer_setup import fa3, flashinfer, sglang, sglang_kernels
 from wavefill.bench.inputs import Inputs
 from wavefill.bench.suites import Row
 
@@ -28,6 +28,9 @@ WORKSPACE_BYTES = 512 << 20
 SEMAPHORE_BYTES = 8 << 20
 #: How often plan() is timed.
 PLANS = 5
+
+#: torch.cuda without its types, which lack some of what is called here.
+cuda: Any = torch.cuda
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,48 @@ def _sdpa(backend: str, *, folded: bool) -> Callable[[Inputs], Prepared]:
     return prepare
 
 
+#: Split counts of which SGLang's kernels get the fastest, row by row; its server takes one by a formula.
+SGLANG_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def _prepare_sglang(inputs: Inputs) -> Prepared:
+    """SGLang's Triton kernels, which read tokens one by one through a list of slots; here the slots are in order."""
+    kernels, row, q = sglang_kernels(), inputs.row, inputs.q
+    B, HQ, D = q.shape
+    S = row.lens[0]
+    buffers = [tuple(cache.as_strided(((B * row.KH - row.KH + 1) * S, row.KH, D), (D, S * D, 1)) for cache in pair)
+               for copy in inputs.copies for pair in copy.peer]
+    request = torch.arange(B, device=q.device)
+    slots = (request[:, None] * row.KH * S + torch.arange(S, device=q.device)).flatten()
+    indptr = (torch.arange(B + 1, device=q.device) * S).to(torch.int32)
+    out = torch.empty_like(q)
+
+    def of(splits: int) -> Callable[[int], Tensor]:
+        logits = torch.empty(B, HQ, splits, D, device=q.device)
+        lse, counts = torch.empty(B, HQ, splits, device=q.device), torch.full((B,), splits, dtype=torch.int32,
+                                                                               device=q.device)
+
+        def call(copy: int) -> Tensor:
+            k, v = buffers[copy]
+            kernels.decode_attention_fwd(q, k, v, out, indptr, slots, logits, lse, counts, splits, D**-0.5, 1.0, 1.0)
+            return out
+
+        return call
+
+    taken = {}
+    for splits in SGLANG_SPLITS:
+        call = of(splits)
+        call(0)
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        begin.record()
+        for i in range(4):
+            call(i % len(buffers))
+        end.record()
+        torch.cuda.synchronize()
+        taken[splits] = begin.elapsed_time(end)
+    return Prepared(of(min(taken, key=taken.__getitem__)))
+
+
 def _prepare_flex(inputs: Inputs) -> Prepared:
     attend, q = _flex_attention(), inputs.q.unsqueeze(2)
 
@@ -243,6 +288,7 @@ PEERS = (
     GpuPeer("cudnn", False, lambda: None, _sdpa("CUDNN_ATTENTION", folded=False)),
     GpuPeer("cudnn_folded", False, lambda: None, _sdpa("CUDNN_ATTENTION", folded=True)),
     GpuPeer("sdpa_flash", False, lambda: None, _sdpa("FLASH_ATTENTION", folded=False)),
+    GpuPeer("sglang", False, sglang, _prepare_sglang),
     GpuPeer("flex", False, lambda: None, _prepare_flex, default=False),
 )
 #: The names of those that read paged KV, which wavefill is held against.
