@@ -24,9 +24,9 @@ class WheelError(Exception):
 
 
 def look_into(wheel: Path) -> None:
-    """All of the package is there, compiled once, without the C++ sources."""
+    """All of the package is there, compiled once, without the C++ sources; those of the GPU are compiled at run time."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {path.relative_to(SOURCE).as_posix() for kind in ("*.py", "*.pyi", "data/*", "py.typed")
+    wanted = {path.relative_to(SOURCE).as_posix() for kind in ("*.py", "*.pyi", "data/*", "py.typed", "*.cu", "*.cuh")
               for path in (SOURCE / "wavefill").rglob(kind) if path.is_file()}
     if missing := sorted(wanted - names):
         raise WheelError(f"not in the wheel: {', '.join(missing)}")
