@@ -24,7 +24,7 @@ class WheelError(Exception):
 
 
 def look_into(wheel: Path) -> None:
-    """All of the package is there, compiled once, without the C++ sources; those of the GPU are compiled at run time."""
+    """All of the package is there, compiled once, without the C++ sources; a GPU's are compiled when they run."""
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {path.relative_to(SOURCE).as_posix() for kind in ("*.py", "*.pyi", "data/*", "py.typed", "*.cu", "*.cuh")
               for path in (SOURCE / "wavefill").rglob(kind) if path.is_file()}
