@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 UNPACKED = ROOT / "build" / "peers"
 #: Compute capabilities that FlashInfer compiles for, in its own spelling: 9.0 and newer need the "a" kernels.
 ARCHITECTURE_FEATURES = 9
+#: What is tested: calls as users make them, and the cases that CI runs in Triton's interpreter.
+TESTS = {"tests": ("tests/gpu",),
+         "tests of the kernels": ("tests/kernels/test_cases.py", "tests/kernels/test_interpret_decode.py")}
 #: Contexts of the growth table: batch 1, Llama-3.1-8B's shape.
 GROWTH = tuple(1024 * n for n in (4, 8, 16, 32, 64, 128))
 
@@ -108,9 +111,9 @@ def compile_kernels() -> None:
     print(f"{wavefill.warmup(specs, schedules=('auto', 'fixed', 'invariant'))} kernels")
 
 
-def test_command(cores: int) -> list[str]:
+def test_command(cores: int, *paths: str) -> list[str]:
     parallel = ["-n", str(min(cores, 15))] if importlib.util.find_spec("xdist") else []
-    return [sys.executable, "-m", "pytest", "-q", *parallel, "tests/gpu"]
+    return [sys.executable, "-m", "pytest", "-q", *parallel, *paths]
 
 
 def bench_command(options: argparse.Namespace, output: Path) -> list[str]:
@@ -139,8 +142,8 @@ def growth(output: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="six rows, and less time for each")
-    parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
-    parser.add_argument("--only-tests", action="store_true", help="run tests/gpu and nothing else")
+    parser.add_argument("--tests", action="store_true", help="run the tests first")
+    parser.add_argument("--only-tests", action="store_true", help="run the tests and nothing else")
     parser.add_argument("--growth", action="store_true", help="the growth table too")
     parser.add_argument("--only-growth", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only-kernels", action="store_true", help=argparse.SUPPRESS)
@@ -168,7 +171,8 @@ def main() -> int:
     variables = environment(peers, capability(), os.cpu_count() or 1)
     codes = []
     if options.tests or options.only_tests:
-        codes.append(step("tests", test_command(os.cpu_count() or 1), variables))
+        for name, paths in TESTS.items():
+            codes.append(step(name, test_command(os.cpu_count() or 1, *paths), variables))
     if not options.only_tests:
         codes.append(step("kernels", [sys.executable, __file__, "--only-kernels"], variables))
         codes.append(step("bench", bench_command(options, output), variables))

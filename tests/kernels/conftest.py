@@ -1,6 +1,7 @@
 """Two kinds of tests that exclude each other, because Triton decides at import how it runs.
 
-TRITON_INTERPRET=1: kernels run in Triton's interpreter. Without it they are compiled, which needs no GPU.
+TRITON_INTERPRET=1: kernels run in Triton's interpreter. Without it they are compiled, which needs no GPU, and run where
+there is one.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILING = ["test_compile.py", "test_cuda_schedule.py"]
 
-collect_ignore = COMPILING if INTERPRET else []
-collect_ignore_glob = [] if INTERPRET else ["test_interpret_*.py", "test_cases.py"]
+#: What runs kernels, and what looks into the interpreter.
+RUNNING, INTERPRETING = ["test_interpret_decode.py", "test_cases.py"], ["test_interpret_schedule.py"]
+
+collect_ignore = (COMPILING if INTERPRET else INTERPRETING if torch.cuda.is_available() else RUNNING + INTERPRETING)
 
 if INTERPRET:
     from triton.runtime import interpreter

@@ -1,14 +1,21 @@
-"""A call of the GPU backend in Triton's interpreter, judged as the public functions are."""
+"""A call of the GPU backend, judged as the public functions are: in Triton's interpreter, or on a GPU.
+
+On a GPU each case takes the kernel that serves it: Hopper's for 16-bit caches with rows in whole 16 bytes, else the
+portable one, both with a small tile.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from helpers import Case, guarded
+from wavefill.backends import gpu
 from wavefill.backends.gpu import launch
 from wavefill.backends.gpu.configs import Config
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
@@ -22,6 +29,7 @@ SCHEDULES: tuple[Schedule, ...] = (
 )
 #: One of each way of cutting.
 CUTS = (StreamK(), Fixed(splits=3), Invariant(chunk=32))
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
 
 
 def run(case: Case, schedule: Schedule, workers: int = 3, config: Config = CONFIG) -> tuple[Tensor, Tensor]:
@@ -38,9 +46,41 @@ def call(case: Case, schedule: Schedule, out: Tensor, lse: Tensor, workers: int 
     """The call alone, into given tensors."""
     assert case.v_cache is not None
     D = case.q.shape[-1]
-    launch.decode(case.q, case.k_cache, case.v_cache, case.seq_lens, case.block_table, out, lse,
-                  scale=1 / math.sqrt(D) if case.scale is None else case.scale, window=case.window, schedule=schedule,
-                  config=config, workers=workers, interpret=True)
+    options: dict[str, Any] = {
+        "scale": 1 / math.sqrt(D) if case.scale is None else case.scale, "window": case.window, "schedule": schedule,
+        "workers": workers}
+    tensors = case.q, case.k_cache, case.v_cache, case.seq_lens, case.block_table, out, lse
+    if not ON_GPU:
+        launch.decode(*tensors, config=config, interpret=True, **options)
+        return
+    moved = _moved(tensors)
+    launch.decode(*moved, config=_config(*moved[:3], case.block_table is not None, schedule, config), **options)
+    for here, there in ((out, moved[5]), (lse, moved[6])):  # with all that lies around them
+        here.untyped_storage().copy_(there.untyped_storage())
+
+
+def _moved(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    """The tensors on the GPU, each with its strides and in a copy of all its memory."""
+    storages: dict[int, Any] = {}
+    moved: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is None:
+            moved.append(None)
+            continue
+        storage = tensor.untyped_storage()
+        there = storages.setdefault(storage.data_ptr(), storage.cuda())
+        empty = torch.empty(0, dtype=tensor.dtype, device="cuda")
+        moved.append(empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride()))
+    return moved
+
+
+def _config(q: Tensor, k: Tensor, v: Tensor, paged: bool, schedule: Schedule, asked: Config) -> Config:
+    D, DV, G = q.shape[2], v.shape[3], q.shape[1] // k.shape[2]
+    ways = (launch.copies_of(k.shape, k.stride(), paged), launch.copies_of(v.shape, v.stride(), paged))
+    fits = (gpu.is_hopper(0) and q.element_size() == 2 and "" not in ways and not (k.data_ptr() | v.data_ptr()) % 16
+            and not (q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2))
+    config = gpu.config_of(D, DV, G, q.element_size(), schedule, copies=max(ways) if fits else "")
+    return replace(config, tile=TILE, heads=config.heads if config.copies else min(config.heads, asked.heads))
 
 
 def check(case: Case, schedule: Schedule, **kwargs: Any) -> tuple[Tensor, Tensor]:

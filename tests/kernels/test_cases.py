@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import CUTS, SCHEDULES, TILE, call, check, run
+from running import CUTS, ON_GPU, SCHEDULES, TILE, call, check, run
 
 from helpers import make_case, name_of, same_bits
 from helpers import run as run_on_cpu
@@ -217,7 +217,7 @@ def test_m4_the_buffer_of_invariant_is_bounded(tokens: int) -> None:
 # -- H: tables and layouts
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs mmap and mprotect")
+@pytest.mark.skipif(sys.platform == "win32" or ON_GPU, reason="needs mmap and mprotect, and tensors there")
 @pytest.mark.parametrize(("arguments", "last", "dies"), [([], "all in bounds\n", False),
                                                          (["overrun"], "4 entries read\n", True)])
 def test_h4_nothing_outside_the_tensors_is_read(arguments: list[str], last: str, dies: bool) -> None:

@@ -229,11 +229,15 @@ class Kernel:
 
         self._driver, self._launch, self._device = driver, launch, device
         self._function = _function(launch.build, device)
-        cluster, programs = launch.cluster, launch.programs
-        if cluster > 1:
-            config = self._config(cluster, driver.CUstream(0))
-            programs = min(programs, cluster * _done(driver.cuOccupancyMaxActiveClusters(self._function, config)))
-        self._programs = programs
+        self._cluster, self._programs = launch.cluster, launch.programs
+        while self._cluster > 1:  # as many whole clusters as run at once, smaller ones where none does
+            config = self._config(self._cluster, driver.CUstream(0))
+            fit = _done(driver.cuOccupancyMaxActiveClusters(self._function, config))
+            clusters = min(launch.programs // self._cluster, fit)
+            if clusters:
+                self._programs = clusters * self._cluster
+                break
+            self._cluster //= 2
         self._configs: dict[int, Any] = {}
 
     def _config(self, programs: int, stream: Any) -> Any:
@@ -245,7 +249,7 @@ class Kernel:
         config.hStream = stream
         cluster = driver.CUlaunchAttribute()
         cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
         config.attrs, config.numAttrs = [cluster], 1
         return config
 
