@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from gpu_inputs import hold, problem
@@ -31,9 +33,10 @@ def test_groups(G: int) -> None:
     hold(p, p.run())
 
 
-@pytest.mark.parametrize(("D", "DV"), [(192, 128), (128, 64), (64, 128), (96, 64)])
-def test_value_sizes(D: int, DV: int) -> None:
-    p = problem([333, 1, 900], 10, 2, D, DV=DV)
+@pytest.mark.parametrize("G", [5, 16])
+@pytest.mark.parametrize(("D", "DV"), [(192, 128), (128, 64), (64, 128), (96, 64), (16, 48)])
+def test_value_sizes(D: int, DV: int, G: int) -> None:
+    p = problem([333, 1, 900], 2 * G, 2, D, DV=DV)
     hold(p, p.run())
 
 
@@ -177,6 +180,35 @@ def test_strides_and_offsets() -> None:
     wavefill.decode_attention(p.q, p.k, p.v, p.lens, p.table, out=out[..., 1:])
     assert torch.equal(out[..., 1:], exact)
     assert bool((out[..., 0] == 7).all())
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 2, 64), (3, 0, 2, 64)], ids=str)
+def test_caches_without_a_token(shape: tuple[int, int, int, int]) -> None:
+    q, lens = torch.randn(3, 8, 64, device="cuda").bfloat16(), torch.zeros(3, dtype=torch.int32, device="cuda")
+    cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    table = torch.zeros(3, 4, dtype=torch.int32, device="cuda") if shape[0] == 0 else None
+    out, lse = wavefill.decode_attention(q, cache, cache, lens, table, return_lse=True)
+    assert bool((out == 0).all())
+    assert bool(torch.isneginf(lse).all())
+
+
+def test_inductor_with_its_own_graphs() -> None:
+    """Graph trees warm up in a pool of memory that they take back."""
+    p = problem([333, 3000], 8, 1, 128)
+    exact, _ = p.run()
+    compiled = torch.compile(lambda: wavefill.decode_attention(p.q, p.k, p.v, p.lens, p.table) * 1,
+                             mode="reduce-overhead")
+    for _ in range(4):
+        assert torch.equal(compiled().clone(), exact)
+
+
+def test_a_thread_that_has_not_called_cuda() -> None:
+    p = problem([333, 20], 24, 2, 112)
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(p.run()[0]))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], p.run()[0])
 
 
 def test_compile_and_opcheck() -> None:

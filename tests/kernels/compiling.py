@@ -91,6 +91,7 @@ def hopper_jobs() -> Iterator[Job]:
             (128, 128, 4, None, "bfloat16", 4, "boxes"), (128, 128, 4, 48, "float16", 4, "boxes"),
             (192, 128, 16, 16, "bfloat16", 4, "boxes"), (128, 128, 4, 16, "bfloat16", 2000, "boxes"),
             (64, 64, 8, 16, "bfloat16", 200, "boxes"), (128, 128, 16, 1, "bfloat16", 4, "rows"),
+            (64, 128, 16, 16, "bfloat16", 4, "boxes"), (16, 48, 16, 3, "bfloat16", 4, "rows"),
             (256, 256, 2, 7, "bfloat16", 4, "rows"), (192, 192, 16, None, "float16", 2000, "rows"),
         ]:
             config = configs.hopper(D, DV, G, copies)

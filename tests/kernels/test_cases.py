@@ -83,6 +83,20 @@ def test_b11_padding_lanes_with_equal_scores(schedule: Schedule, length: int) ->
     assert out.abs().max() > 0
 
 
+@halves
+@cuts
+@pytest.mark.parametrize("hidden", [range(16), range(16, 32), range(40), [39]], ids=str)
+def test_b11_scores_of_minus_infinity(schedule: Schedule, dtype: torch.dtype, hidden: Any) -> None:
+    """Keys that a query must not see, by their values: a whole tile of them made inf - inf, and NaN of the rest."""
+    case = make_case([40], HQ=2, KH=1, D=16, dtype=dtype)
+    case.q.abs_().add_(0.1)
+    case.k_cache[0, list(hidden)] = -math.inf
+    on_cpu, cpu_lse = run_on_cpu(case)
+    out, lse = run(case, schedule)
+    torch.testing.assert_close(out, on_cpu, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, cpu_lse, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("splits", [4, 32])
 @pytest.mark.parametrize("window", [None, 3])

@@ -34,8 +34,8 @@ MAX_GROUP = 128
 MIN_CAPABILITY = (8, 0)
 #: Tokens that a tile may have where StreamK(tile=...) names them.
 TILES = (16, 32, 64, 128)
-#: Tokens of a request that the Hopper kernel counts in 32 bits, the rest of the last tile included.
-MAX_HOPPER_TOKENS = (1 << 31) - 128
+#: Tokens of a request that the Hopper kernel counts in 32 bits, with what the warps of a team begin apart.
+MAX_HOPPER_TOKENS = (1 << 31) - 2048
 #: Bytes of shared memory that the stages of the portable kernel take on any SM.
 _PORTABLE_BYTES = 80 << 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from wavefill.backends.gpu.hopper import depth
+from wavefill.backends.gpu.hopper import depth, stage_bytes
 from wavefill.hardware import gpu_tile
 
 
@@ -42,9 +42,11 @@ MERGE_PROGRAMS = 96
 def hopper(D: int, DV: int, group: int, copies: str) -> Config:
     """For compute capability 9.0: head sizes, group, and what is copied at once.
 
-    A program takes sixteen query heads where registers have room for them, eight else. One program fills an SM.
+    A program takes sixteen query heads where registers, and a stage of a ring for their state, have room for them,
+    eight else. One program fills an SM.
     """
-    groups = 2 if group > 8 and max(D, DV) <= 192 else 1
+    room = max(D, DV) <= 192 and stage_bytes(D, DV, copies == "boxes") >= 16 * DV * 4
+    groups = 2 if group > 8 and room else 1
     warps, stages = depth(D, DV, groups, copies == "boxes")
     return Config(gpu_tile(max(D, DV)), 1, stages, warps, copies, 8 * groups)
 

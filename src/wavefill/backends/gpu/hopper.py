@@ -283,6 +283,8 @@ def _function(build: Build, device: int) -> Any:
             found = _functions.get((build, device))
             if found is None:
                 kernels.compiled_count += 1
+                if not int(_done(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
+                    _done(driver.cuCtxSetCurrent(_done(driver.cuDevicePrimaryCtxRetain(device))))
                 module = _done(driver.cuModuleLoadData(machine_code(build)))
                 found = _done(driver.cuModuleGetFunction(module, b"decode"))
                 most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -328,42 +330,50 @@ def _maps(k: int, v: int, k_shape: Shape, k_strides: Shape, v_shape: Shape, v_st
 
 # ------------------------------------------------------------------------------------------------------- counters
 
-#: Words of zeros that captured calls take their counters from, a few thousand calls; never given back, for a graph may
-#: be replayed at any time.
-ARENA_WORDS = 1 << 20
+#: Words of a block of zeros that calls take their counters from, a few thousand captured calls; never given back, for a
+#: graph may be replayed at any time.
+BLOCK_WORDS = 1 << 20
 _counting = threading.Lock()
-_of_streams: dict[tuple[int, int], Tensor] = {}
-_arenas: dict[int, tuple[Tensor, int]] = {}
+_of_streams: dict[tuple[int, int], tuple[int, int]] = {}
+_blocks: dict[int, tuple[int, int]] = {}
+_kept: list[Tensor] = []
 
 
 def counters(device: int, stream: int, words: int) -> int:
     """The address of `words` zeros that no other call uses at the same time; a kernel leaves zeros behind.
 
     Calls of a stream run one after the other and share theirs. A captured call has its own, since graphs may be
-    replayed side by side.
+    replayed side by side. The memory is the driver's: torch may be filling a pool of a graph's with all that is
+    allocated, and takes back what it finds there.
     """
     if torch.cuda.is_current_stream_capturing():
-        return _own_counters(device, words)
-    found = _of_streams.get((device, stream))
-    if found is None or found.numel() < words:
         with _counting:
-            if device not in _arenas:
-                _arenas[device] = torch.zeros(ARENA_WORDS, dtype=torch.int32, device=device), 0
-                torch.cuda.synchronize(device)  # before a graph on any stream relies on them
-            found = _of_streams[device, stream] = torch.zeros(words, dtype=torch.int32, device=device)
-    return found.data_ptr()
+            address, used = _blocks.get(device, (0, BLOCK_WORDS))
+            if used + words <= BLOCK_WORDS:
+                _blocks[device] = address, used + words
+                return address + 4 * used
+            # None was made before, or all are taken: memory of the graph's, which every replay sets to zero.
+            own = torch.zeros(words, dtype=torch.int32, device=device)
+            _kept.append(own)
+            return own.data_ptr()
+    found = _of_streams.get((device, stream))
+    if found is None or found[1] < words:
+        with _counting:
+            found = _of_streams.get((device, stream))
+            if found is None or found[1] < words:
+                address, used = _blocks.get(device, (0, BLOCK_WORDS))
+                if used + words > BLOCK_WORDS:
+                    address, used = _zeros(max(words, BLOCK_WORDS), stream), 0
+                _blocks[device] = address, used + words
+                found = _of_streams[device, stream] = address + 4 * used, words
+    return found[0]
 
 
-def _own_counters(device: int, words: int) -> int:
-    with _counting:
-        arena, used = _arenas.get(device, (None, 0))
-        if arena is None or used + words > arena.numel():
-            # Within a capture torch takes this from the graph's memory, and zeroes it at every replay.
-            arena, used = torch.zeros(words, dtype=torch.int32, device=device), 0
-            _kept.append(arena)
-            return arena.data_ptr()
-        _arenas[device] = arena, used + words
-        return arena.data_ptr() + 4 * used
+def _zeros(words: int, stream: int) -> int:
+    """The address of so many new zeros on the current device, there by the time of the return."""
+    from cuda.bindings import driver
 
-
-_kept: list[Tensor] = []
+    address = _done(driver.cuMemAlloc(4 * words))
+    _done(driver.cuMemsetD32Async(address, 0, words, driver.CUstream(stream)))
+    _done(driver.cuStreamSynchronize(driver.CUstream(stream)))
+    return int(address)

@@ -89,11 +89,11 @@ def copies_of(shape: Shape, strides: Shape, paged: bool) -> str:
     """How the Hopper kernel reads a cache of 16-bit elements: "boxes", "rows", or "" where it cannot.
 
     It wants rows of whole 32 bytes at multiples of 16 bytes. Boxes of 16 tokens want pages of a multiple of 16 tokens,
-    and strides above 0 and below 2**40 bytes; the copy engine counts sizes in 32 bits.
+    and strides above 0 and below 2**40 bytes; the copy engine counts sizes in 32 bits, and from 1.
     """
     if strides[3] != 1 or shape[3] % 16 or any(s % 8 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1):
         return ""
-    boxes = (not (paged and shape[1] % hopper.SIXTEEN) and max(shape) < 1 << 31
+    boxes = (not (paged and shape[1] % hopper.SIXTEEN) and min(shape) > 0 and max(shape) < 1 << 31
              and all(0 < s < 1 << 39 for s, n in zip(strides[:3], shape[:3], strict=True) if n > 1))
     return "boxes" if boxes else "rows"
 

@@ -106,13 +106,15 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
             p_l = tl.load(PART_L + at, mask=m_s, other=0.0)
             p_o = tl.load(PART_O + (at * DV)[:, None] + o_c[None, :], mask=m_s[:, None] & m_c[None, :], other=0.0)
             b_new = tl.maximum(b_max, tl.max(p_m, 0))
-            old = tl.exp2(b_max - b_new)
-            weight = tl.exp2(p_m - b_new)
+            base = tl.where(b_new == float("-inf"), 0.0, b_new)
+            old = tl.exp2(b_max - base)
+            weight = tl.exp2(p_m - base)
             b_sum = b_sum * old + tl.sum(p_l * weight, 0)
             b_acc = b_acc * old + tl.sum(p_o * weight[:, None], 0)
             b_max = b_new
         query = (head * G + g).to(tl.int64)
-        tl.store(OUT + row.to(tl.int64) * s_ob + query * s_oh + o_c, (b_acc / b_sum).to(OUT.dtype.element_ty), mask=m_c)
+        b_o = b_acc / tl.where(b_sum == 0, 1.0, b_sum)
+        tl.store(OUT + row.to(tl.int64) * s_ob + query * s_oh + o_c, b_o.to(OUT.dtype.element_ty), mask=m_c)
         if tl.program_id(2) == 0:
             tl.store(LSE + row.to(tl.int64) * s_lb + query * s_lh, (b_max + tl.log2(b_sum)) * 0.6931471805599453)
 

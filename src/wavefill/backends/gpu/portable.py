@@ -77,8 +77,9 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * qk_scale
             b_s = tl.where(m_t[None, :], b_s, float("-inf"))
             b_new = tl.maximum(b_m, tl.max(b_s, 1))
-            b_p = tl.exp2(b_s - b_new[:, None])
-            b_alpha = tl.exp2(b_m - b_new)
+            b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where all scores are minus infinity so far
+            b_p = tl.exp2(b_s - b_base[:, None])
+            b_alpha = tl.exp2(b_m - b_base)
             b_l = b_l * b_alpha + tl.sum(b_p, 1)
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision=PRECISION)
             b_m = b_new
@@ -91,8 +92,8 @@ def decode(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, qk_sca
             slot = cut + head.to(tl.int64) * count + piece
         if alone:
             o_row = OUT + row.to(tl.int64) * s_ob + (head * G + o_g).to(tl.int64) * s_oh
-            tl.store(o_row[:, None] + o_v[None, :], (b_acc / b_l[:, None]).to(OUT.dtype.element_ty),
-                     mask=m_g[:, None] & m_v[None, :])
+            b_o = b_acc / tl.where(b_l == 0, 1.0, b_l)[:, None]
+            tl.store(o_row[:, None] + o_v[None, :], b_o.to(OUT.dtype.element_ty), mask=m_g[:, None] & m_v[None, :])
             tl.store(LSE + row.to(tl.int64) * s_lb + (head * G + o_g).to(tl.int64) * s_lh,
                      (b_m + tl.log2(b_l)) * 0.6931471805599453, mask=m_g)
         else:

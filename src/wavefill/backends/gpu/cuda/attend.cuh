@@ -172,7 +172,7 @@ __device__ __forceinline__ void attend(Reader& reader, const u32 (&q)[NT][D / 16
             for (i32 n = 0; n < NT; n++)
 #pragma unroll
                 for (i32 h = 0; h < 2; h++) {
-                    const float old = exp2_of(s.m[n][h] - top[n][h]);
+                    const float old = s.m[n][h] == NOTHING ? 0.f : exp2_of(s.m[n][h] - top[n][h]);
                     s.m[n][h] = top[n][h];
                     s.l[n][h] *= old;
 #pragma unroll
@@ -183,7 +183,7 @@ __device__ __forceinline__ void attend(Reader& reader, const u32 (&q)[NT][D / 16
 #pragma unroll
         for (i32 n = 0; n < NT; n++) {
 #pragma unroll
-            for (i32 c = 0; c < 4; c++) p[n][c] = exp2_of(p[n][c] - s.m[n][c % 2]);
+            for (i32 c = 0; c < 4; c++) p[n][c] = exp2_of(p[n][c] - (s.m[n][c % 2] == NOTHING ? 0.f : s.m[n][c % 2]));
             s.l[n][0] += p[n][0] + p[n][2];
             s.l[n][1] += p[n][1] + p[n][3];
             w[n][0] = transpose(pack(p[n][0], p[n][1]));

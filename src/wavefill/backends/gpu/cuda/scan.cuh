@@ -121,8 +121,8 @@ __device__ __forceinline__ Cursor cursor_at(const Args& a, const Batch& batch, T
     }
     c.length = r.length, c.first = r.first, c.n = r.n;
     c.size = piece_size(c.n, param, a.rule, a.KH);
-    c.head = u32(at - tiles) / u32(c.n); // within a row 32 bits are enough
-    c.t = u32(at - tiles) % u32(c.n);
+    c.head = WIDE ? i32(over64(at - tiles, c.n)) : i32(u32(at - tiles) / u32(c.n));
+    c.t = i32(at - tiles - Tiles(c.head) * c.n);
     c.piece = 0;
     if (KIND == STREAM_K) {
         c.end = i32(least(Tiles(c.n), c.t + stop - at));
