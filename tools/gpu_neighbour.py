@@ -10,7 +10,6 @@ end; beside it stand the times of both alone. A budget of 0 is none. Needs the c
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 import wavefill
 from wavefill.bench import gpu, gpu_timing, inputs, probing, suites
+from wavefill.cli._output import save_json
 
 #: Seconds of one replay, replays that are timed, and rounds.
 REPLAY, TIMED, ROUNDS = 2e-3, 10, 5
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    row = next(row for row in suites.load().rows if row.name == options.row)
+    row, = suites.load().select([options.row])
     count = gpu_timing.rotation(row.kv_bytes("bfloat16"), torch.cuda.mem_get_info()[0], row.kv_bytes("bfloat16"))
     made = inputs.build(row, "bfloat16", "paged", 16, order="HND", peers=False, device="cuda", count=count)
     a, b = (torch.randn(options.size, options.size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -114,7 +114,7 @@ def main() -> None:
               f"({product_beside / product_alone:.2f}x)", flush=True)
     if options.output:
         found = {**probing.provenance(), **gpu.facts(), "row": row.name, "size": options.size, "results": results}
-        options.output.write_text(json.dumps(found, indent=1))
+        save_json(options.output, found)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -130,13 +129,10 @@ def windowed(lens: list[int], window: int) -> Case:
 
 
 @pytest.fixture
-def few_lengths_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_lengths_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that scan 16 lengths at a time, and batches that are scanned beforehand from 41 requests on."""
     for name, value in (("CHUNK", 16), ("SCAN_CHUNK", 32), ("SCAN_AT_MOST", 40)):
         monkeypatch.setattr(launch, name, value)
-    launch._plan.cache_clear()
-    yield
-    launch._plan.cache_clear()
 
 
 def many(B: int) -> Case:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tables import LIMIT, SCHEDULES, lengths, table_of, windows
 
 from wavefill import schedule as sch
 from wavefill.backends.gpu import cursor, launch, merge
 from wavefill.backends.gpu.cursor import cut_at, divide, next_segment, start, totals
-from wavefill.spec import Fixed, Invariant, Schedule, StreamK
+from wavefill.spec import Fixed, Invariant, Schedule
 
-SCHEDULES: tuple[Schedule, ...] = (
-    StreamK(), Fixed(), Fixed(splits=1), Fixed(splits=7), Fixed(chunk=100), Fixed(rule="flashdecoding"),
-    Invariant(), Invariant(chunk=64),
-)
-#: No length is cut.
-LIMIT = 2**31 - 1
-
-lengths = st.lists(st.integers(0, 60) | st.just(0) | st.integers(0, 2000), min_size=1, max_size=12)
-windows = st.none() | st.integers(1, 40) | st.integers(1, 2500)
 tiles = st.sampled_from([16, 32, 64])
 
 
@@ -70,13 +60,6 @@ def on_device(schedule: Schedule, lens: list[int], window: int | None, KH: int, 
     return [(w, *segment) for w, n in enumerate(counts.tolist()) for segment in segments[w, :n].tolist()]
 
 
-def table_of(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int) -> sch.Table:
-    if isinstance(schedule, Invariant) and schedule.chunk is None:
-        schedule = dataclasses.replace(schedule, chunk=launch.GPU_INVARIANT_CHUNK)
-    starts = [0 if window is None else max(n - window, 0) for n in lens]
-    return sch.make_table(schedule, starts, lens, KH=KH, workers=workers, tile=tile)
-
-
 def agree(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int,
           scanned: bool) -> None:
     table = table_of(schedule, lens, window, KH, workers, tile)
@@ -92,7 +75,7 @@ def agree(schedule: Schedule, lens: list[int], window: int | None, KH: int, work
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_workers_find_the_segments_of_the_table(schedule: Schedule, scanned: bool) -> None:
     @settings(max_examples=12)
-    @given(lengths, windows, st.sampled_from([1, 2, 3, 8]), st.integers(1, 9), tiles)
+    @given(lengths(12), windows, st.sampled_from([1, 2, 3, 8]), st.integers(1, 9), tiles)
     @example([0, 0, 5], None, 1, 3, 16)
     @example([0], 3, 2, 2, 16)
     @example([500, 0, 0, 0, 0, 0, 17, 0, 0, 900], 100, 2, 7, 16)
@@ -189,7 +172,7 @@ def test_constants_are_those_of_the_schedules() -> None:
         assert getattr(cursor, name).value == getattr(launch, name)
 
 
-@given(lengths, st.sampled_from([1, 2, 3, 8]), st.integers(1, 200), tiles, st.sampled_from(SCHEDULES))
+@given(lengths(12), st.sampled_from([1, 2, 3, 8]), st.integers(1, 200), tiles, st.sampled_from(SCHEDULES))
 def test_partial_states_have_room(lens: list[int], KH: int, workers: int, tile: int, schedule: Schedule) -> None:
     table = table_of(schedule, lens, None, KH, workers, tile)
     slots = launch.partial_slots(launch.cut_of(schedule, tile), len(lens), KH, workers, -(-max(lens) // tile))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wavefill.bench.gpu_peer_setup import fa3, flashinfer, sglang, sglang_kernels
+from wavefill.bench.gpu_timing import Timer
 from wavefill.bench.inputs import Inputs
 from wavefill.bench.suites import Row
 
@@ -28,9 +29,6 @@ WORKSPACE_BYTES = 512 << 20
 SEMAPHORE_BYTES = 8 << 20
 #: How often plan() is timed.
 PLANS = 5
-
-#: torch.cuda without its types, which lack some of what is called here.
-cuda: Any = torch.cuda
 
 
 @dataclass(frozen=True)
@@ -248,18 +246,10 @@ def _prepare_sglang(inputs: Inputs) -> Prepared:
 
         return call
 
-    taken = {}
-    for splits in SGLANG_SPLITS:
-        call = of(splits)
-        call(0)
-        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        begin.record()
-        for i in range(4):
-            call(i % len(buffers))
-        end.record()
-        torch.cuda.synchronize()
-        taken[splits] = begin.elapsed_time(end)
-    return Prepared(of(min(taken, key=taken.__getitem__)))
+    timer = Timer(len(buffers), len(buffers))
+    best, _ = timer.best({str(splits): of(splits) for splits in SGLANG_SPLITS})
+    timer.close()
+    return Prepared(of(int(best)))
 
 
 def _prepare_flex(inputs: Inputs) -> Prepared:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavefill import env
-from wavefill.backends.gpu import configs, hopper
+from wavefill.backends.gpu import configs, hopper, launch
 from wavefill.backends.gpu.configs import Config
 from wavefill.backends.values import value_error
 from wavefill.spec import (
@@ -121,8 +120,6 @@ def attention(
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         call = _calls[key] = _plan(q, k_cache, v_cache, block_table, out, lse, scale, window, schedule, sm_budget)
-    from wavefill.backends.gpu import launch
-
     if torch.cuda.current_device() == index:
         launch.run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
     else:
@@ -131,7 +128,7 @@ def attention(
 
 
 #: Calls by all that decides how they run, and how many are kept.
-_calls: dict[tuple[object, ...], Any] = {}
+_calls: dict[tuple[object, ...], launch.Call] = {}
 MOST_CALLS = 4096
 
 
@@ -142,9 +139,7 @@ def _hold_device(index: int) -> None:
 
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, out: Tensor, lse: Tensor,
-          scale: float, window: int | None, schedule: Schedule, sm_budget: int | None) -> Any:
-    from wavefill.backends.gpu import launch
-
+          scale: float, window: int | None, schedule: Schedule, sm_budget: int | None) -> launch.Call:
     index, D, DV, item = q.device.index, k_cache.shape[3], v_cache.shape[3], q.element_size()
     copies = ""
     if is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:

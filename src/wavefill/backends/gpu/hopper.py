@@ -8,8 +8,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
@@ -62,7 +61,7 @@ class Build:
         """variant.cuh."""
         values = {"T": self.tile, "KIND": self.kind, "SCANNED": int(self.scanned), "D": self.D, "DV": self.DV,
                   "NT": self.groups, "WARPS": self.warps, "STAGES": self.stages, "PAGE": self.page,
-                  "BOXES": int(self.boxes), "PROGRAMS": 1}
+                  "BOXES": int(self.boxes)}
         macros = {"BF16": int(self.dtype == "bfloat16"), "WIDE": int(self.scanned)}
         return "\n".join([*(f"#define {name} {value}" for name, value in macros.items()),
                           *(f"constexpr int {name} = {value};" for name, value in values.items()), ""])
@@ -121,12 +120,11 @@ def sources() -> dict[str, str]:
     return {name: (folder / name).read_text() for name in SOURCES}
 
 
-def compile_source(build: Build, main: str = "decode.cu", extra: Mapping[str, str] | None = None,
-                   options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+def compile_source(build: Build, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
     """The machine code of a build and what the compiler said; needs no GPU. RuntimeError where it fails."""
     from cuda.bindings import nvrtc
 
-    texts = {**sources(), "variant.cuh": build.header, **(extra or {})}
+    main, texts = SOURCES[0], {**sources(), "variant.cuh": build.header}
     program = _done(nvrtc.nvrtcCreateProgram(texts[main].encode(), main.encode(), len(texts),
                                              [text.encode() for text in texts.values()],
                                              [name.encode() for name in texts]))
@@ -204,14 +202,6 @@ class Launch:
     programs: int
     cluster: int
     args: Args
-    ready: dict[int, Kernel] = field(default_factory=dict, compare=False)
-
-    def on(self, device: int) -> Kernel:
-        """The kernel on a device, which must be the current one; compiled at the first call."""
-        found = self.ready.get(device)
-        if found is None:
-            found = self.ready[device] = Kernel(self, device)
-        return found
 
 
 def cluster_of(units: int, kv_bytes: int) -> int:
@@ -222,13 +212,13 @@ def cluster_of(units: int, kv_bytes: int) -> int:
 
 
 class Kernel:
-    """A launch on one device."""
+    """A launch on one device, which must be the current one; compiled if it is the first of its build."""
 
     def __init__(self, launch: Launch, device: int) -> None:
         from cuda.bindings import driver
 
         self._driver, self._launch, self._device = driver, launch, device
-        self._function = _function(launch.build, device)
+        self._function = function(launch.build, device)
         self._cluster, self._programs = launch.cluster, launch.programs
         while self._cluster > 1:  # as many whole clusters as run at once, smaller ones where none does
             config = self._config(self._cluster, driver.CUstream(0))
@@ -269,38 +259,23 @@ class Kernel:
 
 _ADDRESSES = struct.Struct("=12Q")
 _NO_MAPS = (ctypes.c_uint8 * 256)()
-_loading = threading.Lock()
-_functions: dict[tuple[Build, int], Any] = {}
 
 
-def _function(build: Build, device: int) -> Any:
-    """A build as a function of a device's context, which must be the current one."""
-    found = _functions.get((build, device))
-    if found is None:
-        from cuda.bindings import driver
+def function(build: Build, device: int) -> Any:
+    """A build as a function of a device's context, which must be the current one; compiled at the first call."""
+    return kernels.once(build, device, lambda: _load(build, device))
 
-        with _loading:
-            found = _functions.get((build, device))
-            if found is None:
-                kernels.compiled_count += 1
-                if not int(_done(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
-                    _done(driver.cuCtxSetCurrent(_done(driver.cuDevicePrimaryCtxRetain(device))))
-                module = _done(driver.cuModuleLoadData(machine_code(build)))
-                found = _done(driver.cuModuleGetFunction(module, b"decode"))
-                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                _done(driver.cuFuncSetAttribute(found, most, build.ring_bytes))
-                _functions[build, device] = found
+
+def _load(build: Build, device: int) -> Any:
+    from cuda.bindings import driver
+
+    if not int(_done(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
+        _done(driver.cuCtxSetCurrent(_done(driver.cuDevicePrimaryCtxRetain(device))))
+    module = _done(driver.cuModuleLoadData(machine_code(build)))
+    found = _done(driver.cuModuleGetFunction(module, b"decode"))
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _done(driver.cuFuncSetAttribute(found, most, build.ring_bytes))
     return found
-
-
-def is_loaded(build: Build, device: int) -> bool:
-    """Whether a call would compile and load nothing."""
-    return (build, device) in _functions
-
-
-def load(build: Build, device: int) -> None:
-    """Compile and load a build on a device, which must be the current one."""
-    _function(build, device)
 
 
 @lru_cache(maxsize=4096)

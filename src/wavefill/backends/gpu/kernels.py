@@ -11,18 +11,19 @@ from __future__ import annotations
 import atexit
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wavefill import env
 
 #: Kernels compiled so far in this process; tests hold it still while lengths and batches change.
 compiled_count = 0
 _compiling = threading.Lock()
+Made = TypeVar("Made")
 
 POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "PART_O": "*fp32", "PART_M": "*fp32",
             "PART_L": "*fp32"}
@@ -105,8 +106,6 @@ class Compiled:
     def __init__(self, variant: Variant) -> None:
         from triton.runtime import driver
 
-        global compiled_count
-        compiled_count += 1
         with _own_cache():
             self._kernel = _compile(variant, driver.active.get_current_target())
             self._run = self._kernel.run  # loads the module
@@ -166,22 +165,29 @@ def _process_folder() -> str:
     return folder.name
 
 
-_ready: dict[tuple[Variant, int], Compiled] = {}
+_ready: dict[tuple[Hashable, int], Any] = {}
 
 
-def compiled(variant: Variant, device: int) -> Compiled:
-    """The compiled variant on a device, which must be the current one."""
-    found = _ready.get((variant, device))
+def once(variant: Hashable, device: int, make: Callable[[], Made]) -> Made:
+    """What `make` gave for a variant, of Triton's or of `hopper`, on a device; it is called once for each."""
+    global compiled_count
+    found: Made | None = _ready.get((variant, device))
     if found is None:
         with _compiling:
             found = _ready.get((variant, device))
             if found is None:
-                found = _ready[variant, device] = Compiled(variant)
+                compiled_count += 1
+                found = _ready[variant, device] = make()
     return found
 
 
-def is_compiled(variant: Variant, device: int) -> bool:
-    """Whether `compiled` would compile and load nothing."""
+def compiled(variant: Variant, device: int) -> Compiled:
+    """The compiled variant on a device, which must be the current one."""
+    return once(variant, device, lambda: Compiled(variant))
+
+
+def is_compiled(variant: Hashable, device: int) -> bool:
+    """Whether `once` would make nothing."""
     return (variant, device) in _ready
 
 

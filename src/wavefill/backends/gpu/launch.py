@@ -1,12 +1,12 @@
 """From tensors to launches: which kernels one call takes, its buffers, and their arguments.
 
-What depends on shapes, strides and options alone is worked out once and kept (`_plan`); a call adds addresses.
+What depends on shapes, strides and options alone is a `Call`, which the caller keeps; `run` adds addresses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,7 +84,6 @@ def dependent_launch(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@lru_cache(maxsize=4096)
 def copies_of(shape: Shape, strides: Shape, paged: bool) -> str:
     """How the Hopper kernel reads a cache of 16-bit elements: "boxes", "rows", or "" where it cannot.
 
@@ -98,7 +97,6 @@ def copies_of(shape: Shape, strides: Shape, paged: bool) -> str:
     return "boxes" if boxes else "rows"
 
 
-@lru_cache(maxsize=4096)
 def vectors_fit(strides: Shape, element_bytes: int) -> bool:
     """Whether every row of a tensor starts at a multiple of 16 bytes from its first and is of unit stride."""
     return strides[-1] == 1 and all(s * element_bytes % 16 == 0 for s in strides[:-1])
@@ -136,14 +134,13 @@ class Call:
                     return None
                 if isinstance(kernel, hopper.Launch):
                     assert device is not None
-                    return kernel.on(device)
+                    return hopper.Kernel(kernel, device)
                 return _interpreted(kernel) if device is None else kernels.compiled(kernel, device)
 
             found = self.ready[device] = (make(self.prefix), make(self.attention), make(self.merge))
         return found
 
 
-@lru_cache(maxsize=4096)
 def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_strides: Shape, v_shape: Shape,
           v_strides: Shape, table: tuple[Shape, Shape] | None, out_strides: Shape, lse_strides: Shape, aligned: bool,
           scale: float, window: int | None, schedule: Schedule, config: Config, workers: int, pdl: bool,

@@ -28,9 +28,7 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
         for schedule in schedules:
             wanted |= dict.fromkeys(_variants(spec, schedule, index))
     with torch.cuda.device(index):
-        fresh = [variant for variant in wanted if not (
-            hopper.is_loaded(variant, index) if isinstance(variant, hopper.Build) else
-            kernels.is_compiled(variant, index))]
+        fresh = [variant for variant in wanted if not kernels.is_compiled(variant, index)]
         count = min(jobs or os.cpu_count() or 1, len(fresh))
         if count > 1:
             from triton.runtime import driver
@@ -40,7 +38,7 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
                 list(pool.map(_compile, fresh, [driver.active.get_current_target()] * len(fresh)))
         for variant in fresh:
             if isinstance(variant, hopper.Build):
-                hopper.load(variant, index)
+                hopper.function(variant, index)
             else:
                 kernels.compiled(variant, index)
     return len(wanted)

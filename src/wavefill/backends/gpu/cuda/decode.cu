@@ -9,7 +9,7 @@
 // where they are enough, loops that are not unrolled where they run once, everything for a load before what can wait.
 //
 // variant.cuh has T, KIND, SCANNED, WIDE (more than 2^31 tiles are possible), BF16, D, DV, NT (groups of eight query
-// heads), WARPS, STAGES, PAGE (tokens of a page, 0: contiguous) and PROGRAMS (on an SM).
+// heads), WARPS, STAGES, BOXES (see attend.cuh) and PAGE (tokens of a page, 0: contiguous).
 
 #include "cursor.cuh"
 
@@ -66,7 +66,7 @@ struct Place {
     bool opened; // a segment of the run was read before
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ Maps maps, const __grid_constant__ Args a) {
     extern __shared__ __align__(1024) unsigned char rings[];
     __shared__ Shared sh;

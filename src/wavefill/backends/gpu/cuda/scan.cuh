@@ -28,9 +28,9 @@ __device__ __forceinline__ Batch batch_of(const Args& a, i32 lane) {
     UNROLL_NOT for (i32 b0 = lane + 32; b0 - lane < a.B; b0 += 256)
 #pragma unroll
         for (i32 b = b0; b < b0 + 256; b += 32) {
-        const i32 n = row_at(a, b).n;
-        sum += n, rows += n > 0, longest = most(longest, n);
-    }
+            const i32 n = row_at(a, b).n;
+            sum += n, rows += n > 0, longest = most(longest, n);
+        }
     return {all(sum) * a.KH, __reduce_add_sync(ALL, rows), KIND == SPLITS ? __reduce_max_sync(ALL, longest) : 0, row};
 }
 
