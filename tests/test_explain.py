@@ -318,7 +318,7 @@ def test_command_shows_the_choice_and_the_timelines():
     assert "stream_k ends after 241 tiles with 132 workers 100% filled" in out
     assert "31,744 of 64 tokens" in out
     assert "227.4 us at H200's 4.58 TB/s (measured)" in out
-    assert "invariant (chunks of 128 tokens): done after 242 tiles" in out
+    assert "invariant (chunks that grow with the request): done after 256 tiles" in out
     assert "done after" not in run("--lens", "4096", "--no-timeline").stdout
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from wavefill import checks, ops
+from wavefill import checks, direct, ops
 from wavefill.cache import KVPages
 from wavefill.spec import (
     MAX_INT,
@@ -416,9 +416,15 @@ def _call(
     text = schedule if isinstance(schedule, str) and schedule.isascii() else ops.encode_schedule(schedule)
     arguments = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v, text,
                  max_seq_len, max_q_len, sm_budget)
+    if out is not None and type(out) is not Tensor:
+        _tensor("out", out)
+    if (q.is_cuda and v_cache is not None and cu_seqlens_q is None and head_dim_v is None
+            and not torch.compiler.is_compiling()):
+        known = direct.attend(q, k_cache, v_cache, seq_lens, block_table, scale, window, text, sm_budget, out,
+                              return_lse)
+        if known is not None:
+            return known if return_lse else known[0]  # type: ignore[return-value]
     if out is not None:
-        if type(out) is not Tensor:
-            _tensor("out", out)
         lse = ops.attention_out(*arguments, out=out)
         return (out, lse) if return_lse else out
     if _wants_grad(q, k_cache, v_cache):

@@ -25,9 +25,6 @@ CPU_TILE = 32
 CPU_MAX_HEAD_DIM = 576
 #: CTAs on each SM where the caller gives none: one fills an SM's shared memory with what it has on its way.
 GPU_WORKERS_PER_SM = 1
-#: Tokens of a piece of `Invariant()` on a GPU: its partial state is a few hundredths of the KV it stands for, and one
-#: request of a few thousand tokens fills the machine.
-GPU_INVARIANT_CHUNK = 128
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wavefill import checks, select
+from wavefill import checks, direct, select
 from wavefill.backends import cpu, gpu
 from wavefill.hardware import CPU_TILE
 from wavefill.spec import (
@@ -111,8 +111,10 @@ def _attention(
                           max_seq_len, max_q_len)
     T, HQ, _ = q.shape
     out, lse = q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)
-    _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale, causal, window, DV, schedule,
-            max_seq_len, max_q_len, sm_budget)
+    call = _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale, causal, window, DV,
+                   schedule, max_seq_len, max_q_len, sm_budget)
+    if call is not None and v_cache is not None:
+        direct.remember(q, k_cache, v_cache, seq_lens, block_table, scale, window, schedule, sm_budget, None, call)
     return out, lse
 
 
@@ -146,10 +148,12 @@ def _attention_out(
     # Kernels write rows of unit stride, those of a GPU whole 16 bytes; a result laid out otherwise takes a detour.
     straight = out.stride(2) == 1 and not (out.is_cuda and _unaligned(out))
     rows = out if straight else torch.empty_like(out, memory_format=torch.contiguous_format)
-    _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV, schedule,
-            max_seq_len, max_q_len, sm_budget)
+    call = _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV,
+                   schedule, max_seq_len, max_q_len, sm_budget)
     if rows is not out:
         out.copy_(rows)
+    elif call is not None and v_cache is not None:
+        direct.remember(q, k_cache, v_cache, seq_lens, block_table, scale, window, schedule, sm_budget, out, call)
     return lse
 
 
@@ -170,9 +174,13 @@ def _launch(
     max_seq_len: int | None,
     max_q_len: int | None,
     sm_budget: int | None,
-) -> None:
-    """Fills `out` and `lse`. Tensors have passed `checks.attention`."""
+) -> gpu.Call | None:
+    """Fills `out` and `lse`. Tensors have passed `checks.attention`.
+
+    Returns what `gpu.run` takes for another call like this one, None where tensors were copied or live on the CPU.
+    """
     D = q.shape[2]
+    given = q, seq_lens, block_table
     on_gpu = q.is_cuda
     auto = (gpu_schedule if on_gpu else cpu_schedule)(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
     chosen = decode_schedule(schedule)
@@ -192,9 +200,9 @@ def _launch(
             raise BackendUnavailable(complaint(
                 "cu_seqlens_q", "the GPU backend of this version serves one query token a request", "offsets",
                 "Use wavefill.decode_attention, or move the tensors to the CPU."))
-        gpu.attention(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
-                      schedule=chosen, sm_budget=sm_budget)
-        return
+        call = gpu.attention(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
+                             schedule=chosen, sm_budget=sm_budget)
+        return call if all(a is b for a, b in zip(given, (q, seq_lens, block_table), strict=True)) else None
     if sm_budget is not None:
         raise invalid("sm_budget", "limits the SMs of a GPU, and these tensors live on the CPU", sm_budget,
                       "Use torch.set_num_threads there.")
@@ -206,6 +214,7 @@ def _launch(
         q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale=scale, causal=causal, window=window,
         schedule=chosen,
     )
+    return None
 
 
 def _unaligned(x: Tensor) -> bool:

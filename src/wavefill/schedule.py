@@ -52,6 +52,10 @@ KIND_NAMES = ("stream_k", "fixed", "fixed", "invariant")
 INVARIANT_CHUNK = 2048
 #: Most pieces x KV heads that `invariant` makes of one row, so that the workspace of its partials is bounded.
 INVARIANT_MAX_PIECES = 1024
+#: Pieces of `Invariant()` on a GPU, in tiles: a quarter of a short row, so that one request is read by many SMs, from
+#: the first to the second figure; of a longer row what leaves so many pieces x KV heads, up to the last figure. Longer
+#: pieces cost a large batch less, shorter ones a small batch.
+GROWN_LEAST, GROWN_QUARTER, GROWN_PIECES, GROWN_MOST = 4, 16, 64, 64
 #: `Fixed()` aims at this many work items a worker: dynamic claiming then evens out what is left.
 FIXED_ITEMS_PER_WORKER = 4
 #: The largest split count that FlashDecoding's rule considers.
@@ -69,7 +73,7 @@ class Plan(NamedTuple):
 
     kind:  STREAM_K, FIXED_SPLITS, FIXED_CHUNK or INVARIANT.
     param: unused (0), splits of every row, tiles of a piece, or tiles of a piece before the bound of
-           `INVARIANT_MAX_PIECES` is applied row by row.
+           `INVARIANT_MAX_PIECES` is applied row by row (0: pieces that grow with the row, as on a GPU).
     """
 
     kind: int
@@ -145,12 +149,16 @@ def row_ranges(seq_lens: ArrayLike, q_lens: ArrayLike | None = None, *, causal: 
 
 
 def resolve(schedule: Schedule, starts: Sequence[int] | Ints, stops: Sequence[int] | Ints, KH: int, workers: int,
-            tile: int) -> Plan:
-    """Make every choice that a schedule leaves open, from the rows' key ranges; a few microseconds for a few rows."""
+            tile: int, *, grown: bool = False) -> Plan:
+    """Make every choice that a schedule leaves open, from the rows' key ranges; a few microseconds for a few rows.
+
+    grown: whether the pieces of `Invariant()` grow with the row, as on a GPU, or have `INVARIANT_CHUNK` tokens.
+    """
     if isinstance(schedule, StreamK):
         return _PLAN_STREAM_K
     if isinstance(schedule, Invariant):
-        return Plan(INVARIANT, -(-(schedule.chunk or INVARIANT_CHUNK) // tile))
+        chunk = schedule.chunk or (0 if grown else INVARIANT_CHUNK)
+        return Plan(INVARIANT, -(-chunk // tile))
     if not isinstance(schedule, Fixed):
         raise invalid_type("schedule", "must be a Fixed, StreamK or Invariant", type(schedule).__name__,
                            "Names are turned into one of these by wavefill.spec.parse_schedule.")
@@ -300,17 +308,24 @@ def build(plan: Plan, starts: ArrayLike, stops: ArrayLike, KH: int, workers: int
 
 
 def make_table(schedule: Schedule, starts: Sequence[int] | Ints, stops: Sequence[int] | Ints, *, KH: int,
-               workers: int, tile: int) -> Table:
+               workers: int, tile: int, grown: bool = False) -> Table:
     """`resolve`, then `build`."""
     KH, workers, tile = _sizes(KH, workers, tile)
     start, stop = _lengths("starts", starts, MAX_POSITION), _lengths("stops", stops, MAX_POSITION)
-    return build(resolve(schedule, start, stop, KH, workers, tile), start, stop, KH, workers, tile)
+    return build(resolve(schedule, start, stop, KH, workers, tile, grown=grown), start, stop, KH, workers, tile)
 
 
 def invariant_chunk_tiles(tiles: Ints, KH: int, chunk_tiles: int) -> Ints:
-    """Tiles of a piece for rows of `tiles` tiles each: `chunk_tiles`, or more where pieces x KH would pass 1,024."""
+    """Tiles of a piece for rows of `tiles` tiles each: `chunk_tiles`, or more where pieces x KH would pass 1,024.
+
+    A chunk of 0 grows with the row.
+    """
+    chunk: Ints | int = chunk_tiles
+    if chunk_tiles == 0:
+        quarter = np.clip(-(-tiles // 4), GROWN_LEAST, GROWN_QUARTER)
+        chunk = np.maximum(quarter, np.minimum(-(-tiles * KH // GROWN_PIECES), GROWN_MOST))
     most = max(INVARIANT_MAX_PIECES // KH, 1)
-    return np.maximum(chunk_tiles, -(-tiles // most))
+    return np.maximum(chunk, -(-tiles // most))
 
 
 def _row_tiles(starts: ArrayLike, stops: ArrayLike, tile: int) -> tuple[Ints, Ints]:

@@ -259,6 +259,8 @@ def describe(schedule: Schedule, plan: Plan, tile: int) -> str:
     if plan.kind == FIXED_SPLITS:
         rule = "FlashDecoding's rule, " if isinstance(schedule, Fixed) and schedule.rule else ""
         return f"fixed ({rule}{plan.param} split{'s' if plan.param > 1 else ''})"
+    if plan.kind == INVARIANT and not plan.param:
+        return "invariant (chunks that grow with the request)"
     if plan.kind in (FIXED_CHUNK, INVARIANT):
         return f"{plan.name} (chunks of {plan.param * tile:,} tokens)"
     return plan.name
@@ -285,9 +287,8 @@ def _runner_up(chosen: Option, options: list[Option]) -> Option:
 
 def _option(schedule: Schedule, spec: AttentionSpec, rows: Rows, workers: int, tile: int,
             device: hardware.Device) -> Option:
-    if isinstance(device, hardware.Gpu) and schedule == Invariant():
-        schedule = Invariant(chunk=hardware.GPU_INVARIANT_CHUNK)
-    table = make_table(schedule, rows.start, rows.stop, KH=spec.KH, workers=workers, tile=tile)
+    table = make_table(schedule, rows.start, rows.stop, KH=spec.KH, workers=workers, tile=tile,
+                       grown=isinstance(device, hardware.Gpu))
     one_tile = cost.tile_bytes(spec, tile)
     states = cost.partial_bytes(spec, rows, table)
     merge = 2 * states / one_tile / workers

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import strategies as st
 
 from wavefill import schedule as sch
-from wavefill.hardware import GPU_INVARIANT_CHUNK
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 SCHEDULES: tuple[Schedule, ...] = (
@@ -26,7 +23,5 @@ def lengths(most: int) -> st.SearchStrategy[list[int]]:
 
 
 def table_of(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int) -> sch.Table:
-    if isinstance(schedule, Invariant) and schedule.chunk is None:
-        schedule = dataclasses.replace(schedule, chunk=GPU_INVARIANT_CHUNK)
     starts = [0 if window is None else max(n - window, 0) for n in lens]
-    return sch.make_table(schedule, starts, lens, KH=KH, workers=workers, tile=tile)
+    return sch.make_table(schedule, starts, lens, KH=KH, workers=workers, tile=tile, grown=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -91,16 +92,16 @@ def test_more_workers_than_tiles(schedule: Schedule, lens: list[int]) -> None:
     agree(schedule, lens, None, 2, 40, 16, False)
 
 
+@pytest.mark.parametrize("schedule", [Invariant(), Invariant(chunk=16)], ids=repr)
 @pytest.mark.parametrize("KH", [1, 8, 1024, 1500])
-def test_the_bound_of_invariant(KH: int) -> None:
+def test_the_bound_of_invariant(KH: int, schedule: Schedule) -> None:
     """Few segments of many tiles: pieces grow with the length once they would be more than 1,024 for all heads."""
-    schedule = Invariant(chunk=16)
-    lens = [40_000 if KH <= 8 else 100, 16]
+    lens = [40_000 if KH <= 8 else 100, 16, 70, 300, 5000 if KH <= 8 else 90]
     table = table_of(schedule, lens, None, KH, 2, 16)
     cut = launch.cut_of(schedule, 16)
     for row, n in enumerate(-(-length // 16) for length in lens):
         size = int(one(sizes, n, cut.param, cut.rule, KH)[0])
-        assert size == int(table.cost[table.row == row].max())
+        assert min(size, n) == int(table.cost[table.row == row].max())
 
 
 @pytest.mark.parametrize("workers", [1, 7, 132, 264])
@@ -167,6 +168,10 @@ def tiles_in_64_bits(OUT, at_high, at_low, total_high, total_low, worker, worker
 def test_constants_are_those_of_the_schedules() -> None:
     assert cursor.ITEMS_PER_WORKER.value == sch.FIXED_ITEMS_PER_WORKER
     assert cursor.MAX_PIECES.value == sch.INVARIANT_MAX_PIECES
+    assert cursor.LEAST.value == sch.GROWN_LEAST
+    assert cursor.QUARTER.value == sch.GROWN_QUARTER
+    assert cursor.PIECES.value == sch.GROWN_PIECES
+    assert cursor.MOST.value == sch.GROWN_MOST
     assert cursor.MAX_SPLITS.value == sch.FLASHDECODING_MAX_SPLITS
     for name in ("STREAM_K", "SPLITS", "CHUNKS", "GIVEN", "ITEMS", "FLASHDECODING", "BOUNDED"):
         assert getattr(cursor, name).value == getattr(launch, name)
@@ -177,3 +182,13 @@ def test_partial_states_have_room(lens: list[int], KH: int, workers: int, tile: 
     table = table_of(schedule, lens, None, KH, workers, tile)
     slots = launch.partial_slots(launch.cut_of(schedule, tile), len(lens), KH, workers, -(-max(lens) // tile))
     assert slots >= (2 * workers if table.plan.kind == sch.STREAM_K else len(table))
+
+
+@pytest.mark.parametrize("KH", [1, 2, 3, 8, 56, 64, 128, 1500])
+def test_partial_states_of_pieces_that_grow_have_room(KH: int) -> None:
+    """The buffer is made for the longest row, and pieces grow in steps: a shorter row may have as many."""
+    tiles = np.arange(1, 40_000)
+    pieces = -(-tiles // sch.invariant_chunk_tiles(tiles, KH, 0))
+    cut = launch.cut_of(Invariant(), 16)
+    assert all(launch.partial_slots(cut, 1, KH, 132, int(n)) >= most * KH
+               for n, most in zip(tiles, np.maximum.accumulate(pieces), strict=True))

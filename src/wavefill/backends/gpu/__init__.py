@@ -18,6 +18,8 @@ from torch import Tensor
 from wavefill import env
 from wavefill.backends.gpu import configs, hopper, launch
 from wavefill.backends.gpu.configs import Config
+from wavefill.backends.gpu.launch import Call as Call
+from wavefill.backends.gpu.launch import run as run
 from wavefill.backends.values import value_error
 from wavefill.spec import (
     AttentionSpec,
@@ -87,7 +89,7 @@ def attention(
     window: int | None,
     schedule: Schedule,
     sm_budget: int | None = None,
-) -> None:
+) -> Call | None:
     """Decode attention, written into `out` and `lse` on q's device and current stream, without a synchronisation.
 
     q:           [B, HQ, D], fp32, fp16 or bf16; its last stride is 1.
@@ -98,6 +100,9 @@ def attention(
     out, lse:    [B, HQ, DV] with unit last stride; [B, HQ] float32.
     sm_budget:   at most this many SMs are used; None: all.
 
+    Returns what `run` takes for further calls with tensors of these sizes, strides and alignment on this device, None
+    where q was copied or there was nothing to do.
+
     Raises BackendUnavailable where the device cannot run the kernels, and InvalidArgument for a tile that they do not
     have; under WAVEFILL_CHECK=1, which waits for the device, also for negative lengths, lengths past the capacity and
     page ids out of range in slots that are read.
@@ -106,7 +111,8 @@ def attention(
     if env.flag("WAVEFILL_CHECK") and not torch.cuda.is_current_stream_capturing():
         _hold_device(index)
         _check_values(seq_lens, block_table, k_cache, window)
-    if q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2:
+    copied = bool(q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2)
+    if copied:
         q = q.clone(memory_format=torch.contiguous_format)
     # One look-up for all that sizes, strides, alignment and options decide.
     key = (index, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(),
@@ -116,19 +122,20 @@ def attention(
     if call is None:
         _hold_device(index)
         if not q.shape[0]:
-            return
+            return None
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         call = _calls[key] = _plan(q, k_cache, v_cache, block_table, out, lse, scale, window, schedule, sm_budget)
     if torch.cuda.current_device() == index:
-        launch.run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
+        run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
     else:
         with torch.cuda.device(index):
-            launch.run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
+            run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
+    return None if copied else call
 
 
 #: Calls by all that decides how they run, and how many are kept.
-_calls: dict[tuple[object, ...], launch.Call] = {}
+_calls: dict[tuple[object, ...], Call] = {}
 MOST_CALLS = 4096
 
 
@@ -139,7 +146,7 @@ def _hold_device(index: int) -> None:
 
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, out: Tensor, lse: Tensor,
-          scale: float, window: int | None, schedule: Schedule, sm_budget: int | None) -> launch.Call:
+          scale: float, window: int | None, schedule: Schedule, sm_budget: int | None) -> Call:
     index, D, DV, item = q.device.index, k_cache.shape[3], v_cache.shape[3], q.element_size()
     copies = ""
     if is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:

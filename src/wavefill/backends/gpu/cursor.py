@@ -22,6 +22,7 @@ GIVEN, ITEMS, FLASHDECODING, BOUNDED = (tl.constexpr(i) for i in range(4))
 #: Constants of `wavefill.schedule`; a test holds them equal.
 ITEMS_PER_WORKER = tl.constexpr(4)
 MAX_PIECES = tl.constexpr(1024)
+LEAST, QUARTER, PIECES, MOST = (tl.constexpr(n) for n in (4, 16, 64, 64))
 MAX_SPLITS = tl.constexpr(128)
 
 
@@ -53,7 +54,10 @@ def piece_size(n, param, rule, KH, KIND: tl.constexpr):
         return tl.minimum(n, param)
     if KIND == CHUNKS:
         most = tl.maximum(MAX_PIECES // KH, 1)
-        return tl.where(rule == BOUNDED, tl.maximum(param, (n + most - 1) // most), param)
+        quarter = tl.minimum(tl.maximum((n + 3) // 4, LEAST), QUARTER)
+        grown = tl.maximum(quarter, (tl.minimum(n, MOST * PIECES) * tl.minimum(KH, PIECES) + PIECES - 1) // PIECES)
+        chunk = tl.where(param > 0, param, tl.minimum(grown, MOST))
+        return tl.where(rule == BOUNDED, tl.maximum(chunk, (n + most - 1) // most), param)
     return n
 
 

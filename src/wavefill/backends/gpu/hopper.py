@@ -7,9 +7,8 @@ import hashlib
 import os
 import struct
 import tempfile
-import threading
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from wavefill import env
-from wavefill.backends.gpu import kernels
+from wavefill.backends.gpu import kernels, memory
+from wavefill.backends.gpu.memory import done
 
 SOURCES = ("decode.cu", "cursor.cuh", "instructions.cuh", "scan.cuh", "attend.cuh", "join.cuh")
 ARCHITECTURE = "sm_90a"
@@ -106,7 +106,7 @@ def compiler_gap() -> str | None:
     try:
         from cuda.bindings import nvrtc
 
-        _done(nvrtc.nvrtcVersion())
+        done(nvrtc.nvrtcVersion())
     except ImportError as error:
         return f"cuda.bindings cannot be imported ({error}). Run: pip install 'cuda-bindings=={cuda}.*'"
     except RuntimeError as error:  # cuda.bindings says so when it finds no library
@@ -125,29 +125,29 @@ def compile_source(build: Build, options: tuple[str, ...] = ()) -> tuple[bytes, 
     from cuda.bindings import nvrtc
 
     main, texts = SOURCES[0], {**sources(), "variant.cuh": build.header}
-    program = _done(nvrtc.nvrtcCreateProgram(texts[main].encode(), main.encode(), len(texts),
+    program = done(nvrtc.nvrtcCreateProgram(texts[main].encode(), main.encode(), len(texts),
                                              [text.encode() for text in texts.values()],
                                              [name.encode() for name in texts]))
     try:
         given = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-diag-suppress=128,186", *options)
         status, = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
-        log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program))
-        _done(nvrtc.nvrtcGetProgramLog(program, log))
+        log = b" " * done(nvrtc.nvrtcGetProgramLogSize(program))
+        done(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.decode(errors="replace").strip("\0 \n")
         if int(status):
             raise RuntimeError(f"NVRTC could not compile {main}: {said}")
-        code = b" " * _done(nvrtc.nvrtcGetCUBINSize(program))
-        _done(nvrtc.nvrtcGetCUBIN(program, code))
+        code = b" " * done(nvrtc.nvrtcGetCUBINSize(program))
+        done(nvrtc.nvrtcGetCUBIN(program, code))
         return code, said
     finally:
-        _done(nvrtc.nvrtcDestroyProgram(program))
+        done(nvrtc.nvrtcDestroyProgram(program))
 
 
 def machine_code(build: Build) -> bytes:
     """The machine code of a build, from the cache folder if it is there; the folder is not needed to go on."""
     from cuda.bindings import nvrtc
 
-    version = _done(nvrtc.nvrtcVersion())
+    version = done(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((version, ARCHITECTURE, build.header, sorted(sources().items()))).encode()).hexdigest()
     path = env.cache_dir() / "cuda" / f"decode-{key[:32]}.cubin"
     try:
@@ -162,14 +162,6 @@ def machine_code(build: Build) -> bytes:
     except OSError:
         pass  # a read-only or full disk: the next process compiles again
     return code
-
-
-def _done(result: Any) -> Any:
-    """What a call of cuda.bindings returned after its status; RuntimeError where that is no success."""
-    status, *rest = result
-    if int(status):
-        raise RuntimeError(f"CUDA: {status!r}")
-    return rest[0] if len(rest) == 1 else tuple(rest)
 
 
 # ------------------------------------------------------------------------------------------------------ launching
@@ -222,13 +214,14 @@ class Kernel:
         self._cluster, self._programs = launch.cluster, launch.programs
         while self._cluster > 1:  # as many whole clusters as run at once, smaller ones where none does
             config = self._config(self._cluster, driver.CUstream(0))
-            fit = _done(driver.cuOccupancyMaxActiveClusters(self._function, config))
+            fit = done(driver.cuOccupancyMaxActiveClusters(self._function, config))
             clusters = min(launch.programs // self._cluster, fit)
             if clusters:
                 self._programs = clusters * self._cluster
                 break
             self._cluster //= 2
         self._configs: dict[int, Any] = {}
+        self._maps: dict[tuple[int, ...], Any] = {}
 
     def _config(self, programs: int, stream: Any) -> Any:
         driver, launch = self._driver, self._launch
@@ -243,18 +236,28 @@ class Kernel:
         config.attrs, config.numAttrs = [cluster], 1
         return config
 
-    def __call__(self, stream: int, k: Tensor, v: Tensor, addresses: tuple[int, ...]) -> None:
-        """One launch on a stream; `addresses` are those of `Args` up to part_l."""
+    def __call__(self, stream: int, capturing: bool, k: Tensor, v: Tensor, addresses: tuple[int, ...]) -> None:
+        """One launch on a stream, which may be `capturing`; `addresses` are those of `Args` up to part_l.
+
+        All calls of a launch have caches of one geometry.
+        """
         launch = self._launch
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._config(self._programs, self._driver.CUstream(stream))
         args = Args.from_buffer_copy(launch.args)
-        _ADDRESSES.pack_into(args, 0, *addresses, counters(self._device, stream, launch.programs * launch.blocks))
-        maps = (_maps(addresses[1], addresses[2], k.shape, k.stride(), v.shape, v.stride(), launch.build.dtype)
-                if launch.build.boxes else _NO_MAPS)
+        _ADDRESSES.pack_into(args, 0, *addresses, memory.counters(self._device, stream, launch.programs * launch.blocks,
+                                                                  capturing))
+        maps = _NO_MAPS
+        if launch.build.boxes:
+            found = self._maps.get(addresses[1:3])
+            if found is None:
+                if len(self._maps) >= MOST_MAPS:
+                    self._maps.clear()
+                found = self._maps[addresses[1:3]] = _maps_of(k, v)
+            maps = found
         given = (ctypes.c_void_p * 2)(ctypes.addressof(maps), ctypes.addressof(args))
-        _done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(given), 0))
+        done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(given), 0))
 
 
 _ADDRESSES = struct.Struct("=12Q")
@@ -269,86 +272,41 @@ def function(build: Build, device: int) -> Any:
 def _load(build: Build, device: int) -> Any:
     from cuda.bindings import driver
 
-    if not int(_done(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
-        _done(driver.cuCtxSetCurrent(_done(driver.cuDevicePrimaryCtxRetain(device))))
-    module = _done(driver.cuModuleLoadData(machine_code(build)))
-    found = _done(driver.cuModuleGetFunction(module, b"decode"))
+    if not int(done(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
+        done(driver.cuCtxSetCurrent(done(driver.cuDevicePrimaryCtxRetain(device))))
+    module = done(driver.cuModuleLoadData(machine_code(build)))
+    found = done(driver.cuModuleGetFunction(module, b"decode"))
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _done(driver.cuFuncSetAttribute(found, most, build.ring_bytes))
+    done(driver.cuFuncSetAttribute(found, most, build.ring_bytes))
     return found
 
 
-@lru_cache(maxsize=4096)
-def _maps(k: int, v: int, k_shape: Shape, k_strides: Shape, v_shape: Shape, v_strides: Shape, dtype: str) -> Any:
-    """Both caches as the copy engine takes them: [pages, heads, tokens, columns] in boxes of 16 tokens, 64 columns."""
+#: Pairs of caches whose maps a launch keeps.
+MOST_MAPS = 4096
+
+
+def _maps_of(*caches: Tensor) -> Any:
+    """K and V as the copy engine takes them: [pages, heads, tokens, columns] in boxes of 16 tokens, 64 columns.
+
+    No promotion in L2: with one to 256 bytes, which a box's rows of 128 do not fill, long calls took 5 to 8 % longer.
+    """
     from cuda.bindings import driver
 
     maps = (ctypes.c_uint8 * 256)()
     kind = driver.CUtensorMapDataType
-    element = (kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == "bfloat16" else
-               kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16)
-    for i, (at, shape, strides) in enumerate(((k, k_shape, k_strides), (v, v_shape, v_strides))):
-        pages, tokens, heads, columns = shape
+    for i, side in enumerate(caches):
+        element = (kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if side.dtype == torch.bfloat16 else
+                   kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16)
+        pages, tokens, heads, columns = side.shape
         # A dimension of one may have any stride, which the engine does not take.
-        page, token, head = (s * 2 if n > 1 else 16 for s, n in zip(strides[:3], shape[:3], strict=True))
-        made = _done(driver.cuTensorMapEncodeTiled(
-            element, 4, at, [driver.cuuint64_t(n) for n in (columns, tokens, heads, pages)],
+        page, token, head = (s * 2 if n > 1 else 16 for s, n in zip(side.stride()[:3], side.shape[:3], strict=True))
+        made = done(driver.cuTensorMapEncodeTiled(
+            element, 4, side.data_ptr(), [driver.cuuint64_t(n) for n in (columns, tokens, heads, pages)],
             [driver.cuuint64_t(n) for n in (token, head, page)],
             [driver.cuuint32_t(n) for n in (64, SIXTEEN, 1, 1)], [driver.cuuint32_t(1)] * 4,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
         ctypes.memmove(ctypes.addressof(maps) + 128 * i, made.getPtr(), 128)
     return maps
-
-
-# ------------------------------------------------------------------------------------------------------- counters
-
-#: Words of a block of zeros that calls take their counters from, a few thousand captured calls; never given back, for a
-#: graph may be replayed at any time.
-BLOCK_WORDS = 1 << 20
-_counting = threading.Lock()
-_of_streams: dict[tuple[int, int], tuple[int, int]] = {}
-_blocks: dict[int, tuple[int, int]] = {}
-_kept: list[Tensor] = []
-
-
-def counters(device: int, stream: int, words: int) -> int:
-    """The address of `words` zeros that no other call uses at the same time; a kernel leaves zeros behind.
-
-    Calls of a stream run one after the other and share theirs. A captured call has its own, since graphs may be
-    replayed side by side. The memory is the driver's: torch may be filling a pool of a graph's with all that is
-    allocated, and takes back what it finds there.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        with _counting:
-            address, used = _blocks.get(device, (0, BLOCK_WORDS))
-            if used + words <= BLOCK_WORDS:
-                _blocks[device] = address, used + words
-                return address + 4 * used
-            # None was made before, or all are taken: memory of the graph's, which every replay sets to zero.
-            own = torch.zeros(words, dtype=torch.int32, device=device)
-            _kept.append(own)
-            return own.data_ptr()
-    found = _of_streams.get((device, stream))
-    if found is None or found[1] < words:
-        with _counting:
-            found = _of_streams.get((device, stream))
-            if found is None or found[1] < words:
-                address, used = _blocks.get(device, (0, BLOCK_WORDS))
-                if used + words > BLOCK_WORDS:
-                    address, used = _zeros(max(words, BLOCK_WORDS), stream), 0
-                _blocks[device] = address, used + words
-                found = _of_streams[device, stream] = address + 4 * used, words
-    return found[0]
-
-
-def _zeros(words: int, stream: int) -> int:
-    """The address of so many new zeros on the current device, there by the time of the return."""
-    from cuda.bindings import driver
-
-    address = _done(driver.cuMemAlloc(4 * words))
-    _done(driver.cuMemsetD32Async(address, 0, words, driver.CUstream(stream)))
-    _done(driver.cuStreamSynchronize(driver.CUstream(stream)))
-    return int(address)

@@ -6,17 +6,23 @@ What depends on shapes, strides and options alone is a `Call`, which the caller 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wavefill.backends.gpu import hopper, kernels
+from wavefill.backends.gpu import hopper, kernels, memory
 from wavefill.backends.gpu.configs import MERGE_PROGRAMS, MERGES, Config
 from wavefill.backends.gpu.kernels import Variant, constants
-from wavefill.hardware import GPU_INVARIANT_CHUNK
-from wavefill.schedule import FIXED_ITEMS_PER_WORKER, FLASHDECODING_MAX_SPLITS, INVARIANT_MAX_PIECES
+from wavefill.schedule import (
+    FIXED_ITEMS_PER_WORKER,
+    FLASHDECODING_MAX_SPLITS,
+    GROWN_MOST,
+    GROWN_PIECES,
+    GROWN_QUARTER,
+    INVARIANT_MAX_PIECES,
+)
 from wavefill.spec import MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
 
 #: Requests that every worker scans by itself; with more a kernel of its own scans them once.
@@ -45,7 +51,7 @@ def cut_of(schedule: Schedule, tile: int) -> Cut:
     if isinstance(schedule, StreamK):
         return Cut(STREAM_K, 0, GIVEN)
     if isinstance(schedule, Invariant):
-        return Cut(CHUNKS, -(-min(schedule.chunk or GPU_INVARIANT_CHUNK, MAX_LENGTH) // tile), BOUNDED)
+        return Cut(CHUNKS, -(-min(schedule.chunk or 0, MAX_LENGTH) // tile), BOUNDED)
     assert isinstance(schedule, Fixed)
     if schedule.splits is not None:
         return Cut(SPLITS, min(schedule.splits, MAX_LENGTH), GIVEN)
@@ -54,13 +60,23 @@ def cut_of(schedule: Schedule, tile: int) -> Cut:
     return Cut(SPLITS, 1, FLASHDECODING if schedule.rule else ITEMS)
 
 
+def splits_instead(B: int, KH: int, workers: int) -> bool:
+    """Whether the Hopper kernel cuts as `stream_k` by splits of one request, which come to the same runs.
+
+    Parts of few units are many, and the merge kernel's many programs read them sooner than the last worker to arrive.
+    """
+    return B == 1 and KH <= hopper.LEAST_UNITS and workers % KH == 0
+
+
 def partial_slots(cut: Cut, B: int, KH: int, workers: int, tiles: int) -> int:
     """The most partial states that a batch can leave, whatever its lengths; `tiles` a row at most."""
     if cut.kind == STREAM_K:
         return 2 * workers
     units = B * KH
     if cut.kind == CHUNKS:
-        pieces = -(-tiles // cut.param)
+        # Of pieces that grow a row has four while it is short, and then ever more.
+        pieces = -(-tiles // cut.param) if cut.param else max(4, min(-(-tiles // GROWN_QUARTER), max(
+            -(-GROWN_PIECES // KH), -(-tiles // GROWN_MOST))))
         if cut.rule == BOUNDED:
             pieces = min(pieces, max(INVARIANT_MAX_PIECES // KH, 1))
     elif cut.rule == ITEMS:
@@ -109,7 +125,7 @@ class Call:
     prefix, attention, merge: kernels to launch; the first only where lengths are scanned ahead, the last only where the
                               attention kernel does not merge by itself.
     *_grid, *_args:           grids of Triton kernels, and the arguments after the addresses.
-    scratch:                  4-byte words of the buffer; its parts begin at `offsets` (states, maxima, sums, scan).
+    scratch:                  4-byte words of the buffer; its parts begin at `offsets`: states, maxima, sums, scan, LSE.
     ready:                    the kernels, by device.
     """
 
@@ -122,8 +138,13 @@ class Call:
     attention_args: tuple[Any, ...]
     merge_args: tuple[Any, ...]
     scratch: int
-    offsets: tuple[int, int, int, int]
+    offsets: tuple[int, int, int, int, int]
     ready: dict[int | None, tuple[Any, Any, Any]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether it is one launch of the Hopper kernel."""
+        return self.prefix is None and self.merge is None and isinstance(self.attention, hopper.Launch)
 
     def launchers(self, device: int | None) -> tuple[Any, Any, Any]:
         """The three kernels on a device (None: in the interpreter), compiled at the first call."""
@@ -149,12 +170,16 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     page_size, KH, DV = k_shape[1], k_shape[2], v_shape[3]
     G, tile, units = HQ // KH, config.tile, B * KH
     cut = cut_of(schedule, tile)
+    if cut.kind == STREAM_K and config.copies and splits_instead(B, KH, workers):
+        cut = Cut(SPLITS, workers // KH, GIVEN)
     capacity = page_size * (1 if table is None else table[0][1])
     scanned = B > SCAN_AT_MOST or (bool(config.copies) and -(-capacity // tile) * units >= 1 << 31)
     slots = partial_slots(cut, B, KH, workers, -(-capacity // tile))
     stats = _round(slots * G)
-    offsets = (0, _round(slots * G * DV), _round(slots * G * DV) + stats, _round(slots * G * DV) + 2 * stats)
-    scratch = offsets[3] + (2 * (2 * B + 3) if scanned else 0)
+    states = _round(slots * G * DV)
+    ends_at = states + 2 * stats + (_round(2 * (2 * B + 3)) if scanned else 0)
+    offsets = (0, states, states + stats, states + 2 * stats, ends_at)
+    scratch = ends_at + B * HQ
     seen = 0 if window is None else min(window, MAX_LENGTH)
     limit = min(capacity, MAX_LENGTH)
     cuts = (seen, limit, cut.param, cut.rule)
@@ -209,9 +234,9 @@ def build_of(dtype: str, D: int, DV: int, config: Config, kind: int, page: int |
 def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, paged: bool, scanned: bool,
                       aligned: bool, pdl: bool, interpret: bool = False) -> Variant:
     """The portable attention kernel of a shape."""
-    # Without vectors every element takes an address, for which more warps have room.
+    # A product takes 16 columns at least. Without vectors every element takes an address, and more warps have room.
     return Variant("portable", dtype, constants({
-        "D": D, "DV": DV, "DP": _power(D), "DVP": _power(DV), "T": config.tile,
+        "D": D, "DV": DV, "DP": max(_power(D), 16), "DVP": max(_power(DV), 16), "T": config.tile,
         "GP": max(min(_power(G), config.heads), 16), "CHUNK": CHUNK, "KIND": kind, "SCANNED": scanned,
         "STAGES": config.stages, "PDL": pdl, "PAGED": paged, "UNIT": aligned, "PRECISION": "ieee",
         "WIDEN": interpret and dtype == "bfloat16",
@@ -283,34 +308,42 @@ def plan(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, out: Tensor, lse
                  window, schedule, config, workers, not interpret and dependent_launch(q.device.index), interpret)
 
 
-def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor, lse: Tensor,
-        *, interpret: bool = False) -> None:
+def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor,
+        lse: Tensor | None, *, interpret: bool = False) -> None:
     """Fill `out` [B, HQ, DV] and `lse` [B, HQ] on q's device, in at most three launches and without a synchronisation.
 
-    The tensors are like those that the call was planned for, and seq_lens is contiguous; the device is current.
+    The tensors are like those that the call was planned for, and seq_lens is contiguous; the device is current. Without
+    `lse` (only where that of the plan was contiguous) it is lost.
     """
-    # torch's allocator knows about streams and graphs, so the buffer is this call's own, also in a captured graph.
-    scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
     if table is None:
         table = seq_lens
     inputs: tuple[Any, ...] = q, k, v
     at: tuple[Any, ...]
+    capturing = False
     if interpret:
         device, stream = None, 0
+        scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
         parts = [scratch[begin:] for begin in call.offsets]
         at = seq_lens, table, out, lse, *parts[:3], parts[3].view(torch.int64)
     else:
-        device, stream = q.device.index, torch._C._cuda_getCurrentRawStream(q.device.index)
-        inputs, base = (q.data_ptr(), k.data_ptr(), v.data_ptr()), scratch.data_ptr()
-        o, m, l, before = call.offsets  # noqa: E741
-        at = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(), lse.data_ptr(), base + 4 * o, base + 4 * m,
-              base + 4 * l, base + 4 * before)
+        device = q.get_device()
+        stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch.cuda.is_current_stream_capturing()
+        base = memory.workspace(device, stream, call.scratch) if call.alone and not capturing else 0
+        if not base:
+            # torch's allocator knows about streams and graphs, so the buffer is this call's own, also in a graph.
+            scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
+            base = scratch.data_ptr()
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        o, m, l, before, ends = call.offsets  # noqa: E741
+        at = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(),
+              base + 4 * ends if lse is None else lse.data_ptr(), base + 4 * o, base + 4 * m, base + 4 * l,
+              base + 4 * before)
     seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = at
     prefix, attention, merge = call.launchers(device)
     if prefix is not None:
         prefix((1, 1, 1), stream, seq, before, *call.prefix_args)
     if isinstance(call.attention, hopper.Launch):
-        attention(stream, k, v, (*inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l))
+        attention(stream, capturing, k, v, (*inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l))
     else:
         attention(call.attention_grid, stream, *inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l,
                   *call.attention_args)

@@ -58,6 +58,8 @@ def _variants(spec: AttentionSpec, schedule: Schedule, index: int) -> list[Any]:
     if is_hopper(index) and item == 2 and not (spec.D % 16 or spec.DV % 16):
         copies = "rows" if (spec.page_size or 0) % hopper.SIXTEEN else "boxes"
     config = config_of(spec.D, spec.DV, spec.G, item, schedule, copies=copies)
-    kind = launch.cut_of(schedule, config.tile).kind
-    return launch.variants(spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size,
-                           launch.dependent_launch(index))
+    kinds = [launch.cut_of(schedule, config.tile).kind]
+    if kinds == [launch.STREAM_K] and copies and launch.splits_instead(1, spec.KH, launch.sm_count(index)):
+        kinds.append(launch.SPLITS)
+    return [variant for kind in kinds for variant in launch.variants(
+        spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size, launch.dependent_launch(index))]

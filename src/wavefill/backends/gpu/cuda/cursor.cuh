@@ -27,6 +27,7 @@ typedef i32 Tiles; // of a batch that cannot have more
 enum { STREAM_K, SPLITS, CHUNKS };
 enum { GIVEN, ITEMS, FLASHDECODING, BOUNDED };
 constexpr i32 ITEMS_PER_WORKER = 4, MAX_PIECES = 1024, MAX_SPLITS = 128;
+constexpr i32 GROWN_LEAST = 4, GROWN_QUARTER = 16, GROWN_PIECES = 64, GROWN_MOST = 64;
 
 HOST_DEVICE i32 least(i32 a, i32 b) { return a < b ? a : b; }
 HOST_DEVICE i32 most(i32 a, i32 b) { return a > b ? a : b; }
@@ -55,8 +56,10 @@ HOST_DEVICE Row row_of(i32 length, i32 limit, i32 window) {
 HOST_DEVICE i32 piece_size(i32 n, i32 param, i32 rule, i32 KH) {
     if (KIND == SPLITS) return least(n, param);
     if (KIND == CHUNKS && rule == BOUNDED) {
-        i32 pieces = most(MAX_PIECES / KH, 1);
-        return most(param, (n + pieces - 1) / pieces);
+        const i32 pieces = most(MAX_PIECES / KH, 1), heads = least(KH, GROWN_PIECES);
+        const i32 quarter = least(most((n + 3) / 4, GROWN_LEAST), GROWN_QUARTER);
+        const i32 spread = (least(n, GROWN_MOST * GROWN_PIECES) * heads + GROWN_PIECES - 1) / GROWN_PIECES;
+        return most(param ? param : most(quarter, least(spread, GROWN_MOST)), (n + pieces - 1) / pieces);
     }
     return KIND == CHUNKS ? param : n;
 }
