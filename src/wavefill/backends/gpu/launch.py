@@ -179,7 +179,7 @@ def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_stride
     states = _round(slots * G * DV)
     ends_at = states + 2 * stats + (_round(2 * (2 * B + 3)) if scanned else 0)
     offsets = (0, states, states + stats, states + 2 * stats, ends_at)
-    scratch = ends_at + B * HQ
+    scratch = ends_at + _round(B * HQ)
     seen = 0 if window is None else min(window, MAX_LENGTH)
     limit = min(capacity, MAX_LENGTH)
     cuts = (seen, limit, cut.param, cut.rule)
