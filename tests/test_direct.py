@@ -104,6 +104,13 @@ def test_alignment_and_the_device_are_looked_at_every_time(
     assert attend(given) is None
 
 
+def test_the_slower_plan_of_unaligned_caches_is_not_remembered(launched: list[tuple[Any, ...]]) -> None:
+    aside = torch.zeros(9 * 4 * 16 * 64 + 1, dtype=torch.bfloat16)[1:].view(9, 4, 16, 64).transpose(1, 2)
+    given = passed(v=aside)
+    assert attend({**given, "v": tensors()["v"]}) is None
+    assert not launched
+
+
 def test_an_output_that_shares_memory_takes_the_operator(launched: list[tuple[Any, ...]]) -> None:
     out = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
     given = passed(out=out)

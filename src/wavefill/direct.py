@@ -78,7 +78,12 @@ def attend(
 
 def remember(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None, scale: float | None,
              window: int | None, schedule: str, sm_budget: int | None, out: Tensor | None, call: gpu.Call) -> None:
-    """A call passed and `call` is how it was launched, with the very tensors that it was given."""
+    """A call passed and `call` is how it was launched, with the very tensors that it was given.
+
+    `attend` takes aligned caches alone, and the plan of others is a slower one, so those are not remembered.
+    """
+    if (k.data_ptr() | v.data_ptr()) % 16:
+        return
     if len(_known) >= MOST:
         _known.clear()
     extents = (_extent(q), _extent(k), _extent(v), _extent(lens), 0 if table is None else _extent(table))
