@@ -328,6 +328,19 @@ def invariant_chunk_tiles(tiles: Ints, KH: int, chunk_tiles: int) -> Ints:
     return np.maximum(chunk, -(-tiles // most))
 
 
+def most_invariant_pieces(tiles: int, KH: int, chunk_tiles: int) -> int:
+    """The most pieces that `invariant_chunk_tiles` leaves a row of up to `tiles` tiles, at least 1.
+
+    Pieces that grow do so in steps, so a shorter row may have more of them: four while it is short, then ever more.
+    """
+    if chunk_tiles:
+        pieces = -(-tiles // chunk_tiles)
+    else:
+        spread = max(-(-GROWN_PIECES // KH), -(-tiles // GROWN_MOST))
+        pieces = max(4, min(-(-tiles // GROWN_QUARTER), spread))
+    return max(min(pieces, INVARIANT_MAX_PIECES // KH), 1)
+
+
 def _row_tiles(starts: ArrayLike, stops: ArrayLike, tile: int) -> tuple[Ints, Ints]:
     """First tile and number of tiles of each row."""
     start, stop = np.asarray(starts, dtype=np.int64), np.asarray(stops, dtype=np.int64)

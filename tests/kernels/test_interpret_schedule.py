@@ -168,10 +168,10 @@ def tiles_in_64_bits(OUT, at_high, at_low, total_high, total_low, worker, worker
 def test_constants_are_those_of_the_schedules() -> None:
     assert cursor.ITEMS_PER_WORKER.value == sch.FIXED_ITEMS_PER_WORKER
     assert cursor.MAX_PIECES.value == sch.INVARIANT_MAX_PIECES
-    assert cursor.LEAST.value == sch.GROWN_LEAST
-    assert cursor.QUARTER.value == sch.GROWN_QUARTER
-    assert cursor.PIECES.value == sch.GROWN_PIECES
-    assert cursor.MOST.value == sch.GROWN_MOST
+    assert cursor.GROWN_LEAST.value == sch.GROWN_LEAST
+    assert cursor.GROWN_QUARTER.value == sch.GROWN_QUARTER
+    assert cursor.GROWN_PIECES.value == sch.GROWN_PIECES
+    assert cursor.GROWN_MOST.value == sch.GROWN_MOST
     assert cursor.MAX_SPLITS.value == sch.FLASHDECODING_MAX_SPLITS
     for name in ("STREAM_K", "SPLITS", "CHUNKS", "GIVEN", "ITEMS", "FLASHDECODING", "BOUNDED"):
         assert getattr(cursor, name).value == getattr(launch, name)

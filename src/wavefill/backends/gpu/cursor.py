@@ -22,7 +22,7 @@ GIVEN, ITEMS, FLASHDECODING, BOUNDED = (tl.constexpr(i) for i in range(4))
 #: Constants of `wavefill.schedule`; a test holds them equal.
 ITEMS_PER_WORKER = tl.constexpr(4)
 MAX_PIECES = tl.constexpr(1024)
-LEAST, QUARTER, PIECES, MOST = (tl.constexpr(n) for n in (4, 16, 64, 64))
+GROWN_LEAST, GROWN_QUARTER, GROWN_PIECES, GROWN_MOST = (tl.constexpr(n) for n in (4, 16, 64, 64))
 MAX_SPLITS = tl.constexpr(128)
 
 
@@ -54,9 +54,10 @@ def piece_size(n, param, rule, KH, KIND: tl.constexpr):
         return tl.minimum(n, param)
     if KIND == CHUNKS:
         most = tl.maximum(MAX_PIECES // KH, 1)
-        quarter = tl.minimum(tl.maximum((n + 3) // 4, LEAST), QUARTER)
-        grown = tl.maximum(quarter, (tl.minimum(n, MOST * PIECES) * tl.minimum(KH, PIECES) + PIECES - 1) // PIECES)
-        chunk = tl.where(param > 0, param, tl.minimum(grown, MOST))
+        quarter = tl.minimum(tl.maximum((n + 3) // 4, GROWN_LEAST), GROWN_QUARTER)
+        heads = tl.minimum(KH, GROWN_PIECES)
+        spread = (tl.minimum(n, GROWN_MOST * GROWN_PIECES) * heads + GROWN_PIECES - 1) // GROWN_PIECES
+        chunk = tl.where(param > 0, param, tl.maximum(quarter, tl.minimum(spread, GROWN_MOST)))
         return tl.where(rule == BOUNDED, tl.maximum(chunk, (n + most - 1) // most), param)
     return n
 

@@ -15,14 +15,7 @@ from torch import Tensor
 from wavefill.backends.gpu import hopper, kernels, memory
 from wavefill.backends.gpu.configs import MERGE_PROGRAMS, MERGES, Config
 from wavefill.backends.gpu.kernels import Variant, constants
-from wavefill.schedule import (
-    FIXED_ITEMS_PER_WORKER,
-    FLASHDECODING_MAX_SPLITS,
-    GROWN_MOST,
-    GROWN_PIECES,
-    GROWN_QUARTER,
-    INVARIANT_MAX_PIECES,
-)
+from wavefill.schedule import FIXED_ITEMS_PER_WORKER, FLASHDECODING_MAX_SPLITS, most_invariant_pieces
 from wavefill.spec import MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
 
 #: Requests that every worker scans by itself; with more a kernel of its own scans them once.
@@ -74,11 +67,8 @@ def partial_slots(cut: Cut, B: int, KH: int, workers: int, tiles: int) -> int:
         return 2 * workers
     units = B * KH
     if cut.kind == CHUNKS:
-        # Of pieces that grow a row has four while it is short, and then ever more.
-        pieces = -(-tiles // cut.param) if cut.param else max(4, min(-(-tiles // GROWN_QUARTER), max(
-            -(-GROWN_PIECES // KH), -(-tiles // GROWN_MOST))))
-        if cut.rule == BOUNDED:
-            pieces = min(pieces, max(INVARIANT_MAX_PIECES // KH, 1))
+        bounded = cut.rule == BOUNDED
+        pieces = most_invariant_pieces(tiles, KH, cut.param) if bounded else -(-tiles // cut.param)
     elif cut.rule == ITEMS:
         return min(FIXED_ITEMS_PER_WORKER * workers + units, units * max(tiles, 1))
     elif cut.rule == FLASHDECODING:
