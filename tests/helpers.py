@@ -18,6 +18,7 @@ from torch import Tensor
 import wavefill
 from wavefill import reference
 from wavefill.backends.cpu import _core
+from wavefill.scores import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCHEDULES = ("fixed", "stream_k", "invariant")
@@ -75,6 +76,10 @@ class Case:
     causal: bool = True
     window: int | None = None
     head_dim_v: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
@@ -93,6 +98,7 @@ class Case:
         return {
             "cu_seqlens_q": self.cu_seqlens_q, "scale": self.scale, "causal": self.causal,
             "window": self.window, "head_dim_v": self.head_dim_v,
+            "options": Options(self.softcap, self.sinks, self.alibi_slopes, self.mask),
         }
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -107,6 +113,8 @@ class Case:
             first, last = int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1])
             q, starts = self.q[first:last], torch.tensor([0, last - first], dtype=torch.int32)
         one = {"q": q, "seq_lens": self.seq_lens[b : b + 1], "cu_seqlens_q": starts}
+        if self.mask is not None:
+            one["mask"] = self.mask[first:last]
         if self.block_table is not None:
             return replace(self, **one, block_table=self.block_table[b : b + 1])
         v_cache = None if self.v_cache is None else self.v_cache[b : b + 1]
@@ -133,6 +141,10 @@ def make_case(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool | float | Tensor = False,
+    alibi_slopes: bool | float | Tensor = False,
+    mask: bool | Sequence[Tensor] = False,
 ) -> Case:
     """Random inputs; the same seed gives the same numbers in every layout, page size and capacity.
 
@@ -141,6 +153,8 @@ def make_case(
     table_pad: what the unused entries of the block table hold.
     latent:    V is the first DV columns of K (v_cache None); `scale` defaults to 1 / sqrt(D).
     poison:    what every slot without a token holds.
+    sinks, alibi_slopes: True for random ones, a number for all heads the same; slopes of either sign.
+    mask:      True for random ones that hide two in five of the tokens of each draft, or the masks for `pack_mask`.
     """
     DV = D if DV is None else DV
     B, longest = len(seq_lens), max(seq_lens, default=0)
@@ -170,11 +184,25 @@ def make_case(
     starts = None
     if q_lens is not None:
         starts = torch.tensor([0, *torch.tensor(q_lens, dtype=torch.int32).cumsum(0).tolist()], dtype=torch.int32)
+    rng = torch.Generator().manual_seed(seed + 1)  # of their own, so that q, K and V stay the same without them
+    heads = _per_head(sinks, 1.5 * torch.randn(HQ, generator=rng))
+    slopes = _per_head(alibi_slopes, 0.5 * torch.rand(HQ, generator=rng) - 0.1)
+    if mask is True:
+        mask = [torch.rand(n, n, generator=rng) < 0.6 for n in q_lens or ()]
     case = Case(q, k_cache, v_cache, torch.tensor(seq_lens, dtype=torch.int32), block_table, starts,
-                scale=scale, causal=causal, window=window)
+                scale=scale, causal=causal, window=window, softcap=softcap, sinks=heads, alibi_slopes=slopes,
+                mask=None if mask is False else wavefill.pack_mask(mask))
     if latent:
         return replace(case, v_cache=None, head_dim_v=DV, scale=D**-0.5 if scale is None else scale)
     return case
+
+
+def _per_head(given: bool | float | Tensor, some: Tensor) -> Tensor | None:
+    if isinstance(given, Tensor):
+        return given
+    if isinstance(given, bool):
+        return some if given else None
+    return torch.full_like(some, given)
 
 
 def _storage(
@@ -219,13 +247,15 @@ def guarded(shape: Sequence[int], dtype: torch.dtype, guard: int = 128) -> tuple
 
 def run(case: Case, *, out: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of the public function that fits the case."""
-    common = {"scale": case.scale, "window": case.window, "head_dim_v": case.head_dim_v, "out": out, **kwargs}
+    common = {"scale": case.scale, "window": case.window, "head_dim_v": case.head_dim_v, "softcap": case.softcap,
+              "sinks": case.sinks, "alibi_slopes": case.alibi_slopes, "out": out, **kwargs}
     if case.cu_seqlens_q is None and case.causal:
         return wavefill.decode_attention(*case.tensors(), return_lse=True, **common)
     starts = case.cu_seqlens_q
     if starts is None:
         starts = torch.arange(len(case.seq_lens) + 1, dtype=torch.int32)
-    return wavefill.attention(*case.tensors(), cu_seqlens_q=starts, causal=case.causal, return_lse=True, **common)
+    return wavefill.attention(*case.tensors(), cu_seqlens_q=starts, causal=case.causal, mask=case.mask, return_lse=True,
+                              **common)
 
 
 def check(case: Case, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -318,34 +348,45 @@ def expect(case: Case) -> Expected:
     float32 scores (PyTorch may happen to be exact on a few numbers); likewise for the LSE, with one unit of the dot
     products behind it. Each token has its own: an output over 1,000 keys is small, and a bound from a row with one key
     would hide a lost key there.
+
+    A soft cap does not stretch the error of a score (its slope is at most 1) and adds that of its own arithmetic:
+    quotient, tanh and product, three units of the capped score. ALiBi adds one unit of the bias. Both count as parts of
+    the finished score. A sink is exact in float32 and adds no error but that of its own weight, which is one of the
+    sum. A unit is never below the smallest number that the dtype has.
     """
     out, lse = reference.attention(*case.tensors(), **case.options())
-    base_out, base_lse, mass, score_mass, dot_mass = torch_attention(case)
+    base_out, base_lse, mass, score_mass, dot_mass, part_mass = torch_attention(case)
     unit, unit32 = torch.finfo(case.q.dtype).eps, torch.finfo(torch.float32).eps
     seen = lse > -math.inf
     error = (base_out.double() - out).abs().amax(-1) if out.shape[-1] else torch.zeros_like(lse)
     lse_error = torch.where(seen, (base_lse.double() - lse).abs(), 0.0)
     if not lse.numel():
         return Expected(out, error, lse, lse_error)
-    out_bound = 2 * error.amax(1, keepdim=True) + unit * out.abs().amax(-1) + unit32 * (2 * mass + score_mass)
+    last_place = (unit * out.abs().amax(-1)).clamp(min=unit * torch.finfo(case.q.dtype).smallest_normal)
+    out_bound = 2 * error.amax(1, keepdim=True) + unit32 * (2 * mass + score_mass)
+    out_bound += torch.where(mass > 0, last_place, 0.0)
     lse_bound = 2 * lse_error.amax(1, keepdim=True)
-    lse_bound = lse_bound + unit32 * (torch.where(seen, lse.abs(), 0.0).clamp(min=1.0) + dot_mass)
+    lse_bound = lse_bound + unit32 * (torch.where(seen, lse.abs(), 0.0).clamp(min=1.0) + dot_mass + part_mass)
     return Expected(out, out_bound, lse, lse_bound)
 
 
-def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention as PyTorch computes it in the case's dtype: float32 scores and sums, probabilities in the dtype.
 
-    Returns (out [T, HQ, DV] in the dtype, lse [T, HQ] float32, mass, score_mass and dot_mass [T, HQ]). Rounding is
-    proportional to the last three: that of P.V to the largest sum of p |v| of a row, that of a finished score to the
-    largest sum of p |score| |v|, and that of a dot product to a bound of scale |q|.|k| over the row's keys.
+    Returns (out [T, HQ, DV] in the dtype, lse [T, HQ] float32, mass, score_mass, dot_mass and part_mass [T, HQ]).
+    Rounding is proportional to the last four: that of P.V to the largest sum of p |v| of a row, that of a finished
+    score to the largest sum of p size |v|, where the size is |score|, three times |capped score| and |bias| together;
+    that of a dot product to a bound of scale |q|.|k| over the row's keys, and that of what soft cap and ALiBi add to a
+    score to the sum of p times its size.
     """
     dtype = case.q.dtype
     starts = range(len(case.seq_lens) + 1) if case.cu_seqlens_q is None else case.cu_seqlens_q.tolist()
     scale = case.q.shape[-1] ** -0.5 if case.scale is None else case.scale
     out = torch.zeros(case.out_shape, dtype=dtype)
     lse = torch.full(case.out_shape[:2], -math.inf)
-    mass, score_mass, dot_mass = (torch.zeros(case.out_shape[:2]) for _ in range(3))
+    if case.sinks is not None:
+        lse[starts[0] : starts[-1]] = case.sinks.float()
+    mass, score_mass, dot_mass, part_mass = (torch.zeros(case.out_shape[:2]) for _ in range(4))
     for b, length in enumerate(case.seq_lens.tolist()):
         tokens = slice(starts[b], starts[b + 1])
         queries = case.q[tokens]
@@ -357,15 +398,32 @@ def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
         scores = queries.view(n, KH, -1, queries.shape[-1]).float().transpose(0, 1).flatten(1, 2)
         scores = (scores @ k.float().permute(1, 2, 0) * scale).view(KH, n, -1, length)
         at, key = torch.arange(length - n, length).unsqueeze(-1), torch.arange(length)
+        parts = torch.zeros(())
+        if case.softcap is not None:
+            scores = torch.tanh(scores / case.softcap) * case.softcap
+            parts = parts + 3 * scores.abs()
+        if case.alibi_slopes is not None:
+            bias = case.alibi_slopes.float().view(KH, 1, -1, 1) * (at - key).abs().float().view(1, n, 1, length)
+            scores = scores - bias
+            parts = parts + bias.abs()
         hidden = torch.zeros(n, length, dtype=torch.bool)
         if case.causal or case.window is not None:
             hidden |= key > at
         if case.window is not None:
             hidden |= key <= at - case.window
+        if case.mask is not None:
+            words = case.mask[tokens].view(torch.uint8).view(n, -1)  # little end first, as the bits are
+            bits = (words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, :n] == 0
+            hidden[:, max(0, length - n) :] |= bits[:, max(0, n - length) :]
         scores = scores.masked_fill(hidden.view(1, n, 1, length), -math.inf)
         top = scores.amax(-1, keepdim=True)
+        if case.sinks is not None:
+            logits = case.sinks.float().view(KH, 1, -1, 1)
+            top = top.maximum(logits)
         weights = torch.where(top == -math.inf, 0.0, (scores - top).exp())
         total = weights.sum(-1, keepdim=True)
+        if case.sinks is not None:
+            total = total + torch.where(top == -math.inf, 0.0, (logits - top).exp())
         p = weights.to(dtype).float().flatten(1, 2)
 
         def packed(x: Tensor, KH: int = KH, n: int = n) -> Tensor:
@@ -375,12 +433,14 @@ def torch_attention(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
         values = v.float().transpose(0, 1)
         out[tokens] = (packed(p @ values) / packed(total)).to(dtype)
         mass[tokens] = (packed(p @ values.abs()) / packed(total)).amax(-1)
-        sizes = torch.where(scores == -math.inf, 0.0, scores.abs()).flatten(1, 2)
+        parts = torch.where(scores == -math.inf, 0.0, parts).flatten(1, 2)
+        sizes = torch.where(scores == -math.inf, 0.0, scores.abs()).flatten(1, 2) + parts
         score_mass[tokens] = (packed((p * sizes) @ values.abs()) / packed(total)).amax(-1)
+        part_mass[tokens] = packed((p * parts).sum(-1, keepdim=True) / total.flatten(1, 2)).squeeze(-1)
         longest = k.float().norm(dim=-1).amax(0).repeat_interleave(queries.shape[1] // KH)
         dot_mass[tokens] = abs(scale) * queries.float().norm(dim=-1) * longest
         lse[tokens] = packed(torch.where(top == -math.inf, top, top + total.log())).squeeze(-1)
-    return out, lse, mass, score_mass, dot_mass
+    return out, lse, mass, score_mass, dot_mass, part_mass
 
 
 def dense(case: Case, b: int) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,8 @@ K, V, Q = torch.randn(PAGES, P, KH, D), torch.randn(PAGES, P, KH, DV), torch.ran
 WIDE = torch.randn(B, HQ, 2 * D)
 PAGES_OF_A_CACHE = wavefill.KVPages(K, V)
 
+WIDE_OUT = torch.zeros(5, HQ, DV)
+
 #: kind: (arguments, error, what the message starts with: parameter, rule, and the value after "got")
 BAD: dict[str, tuple[dict[str, Any], type[WavefillError], str, str]] = {
     # types
@@ -177,9 +179,6 @@ BAD: dict[str, tuple[dict[str, Any], type[WavefillError], str, str]] = {
     "gradient": (paged(q=Q.clone().requires_grad_(), out=torch.empty(B, HQ, DV)), InvalidArgument,
                  "q: wavefill is for inference", "a tensor that requires grad"),
     # coming versions
-    "softcap": (paged(softcap=30.0), InvalidArgument, "softcap: is not in this version", "30.0"),
-    "sinks": (paged(sinks=torch.zeros(HQ)), InvalidArgument, "sinks: is not in this version", "a tensor of shape [4]"),
-    "alibi": (paged(alibi_slopes=torch.ones(HQ)), InvalidArgument, "alibi_slopes: is not in", "a tensor of shape [4]"),
     "k-scale": (paged(k_scale=0.25), InvalidArgument, "k_scale: is not in this version", "0.25"),
     "k-scale-0d": (paged(k_scale=torch.tensor(0.25)), InvalidArgument, "k_scale: is not in", "a tensor of shape []"),
     "v-scale-heads": (paged(v_scale=torch.ones(KH)), InvalidArgument, "v_scale: is not in", "a tensor of shape [2]"),
@@ -188,8 +187,44 @@ BAD: dict[str, tuple[dict[str, Any], type[WavefillError], str, str]] = {
     "sm-budget": (paged(sm_budget=8), InvalidArgument, "sm_budget: limits the SMs of a GPU", "8"),
     "sm-budget-zero": (paged(sm_budget=0), InvalidArgument, "sm_budget: must be at least 1", "0"),
     "kv-shard": (paged(kv_shard=(0, 2, 16)), InvalidArgument, "kv_shard: is not in this version", "(0, 2, 16)"),
-    "mask": (packed(mask=torch.ones(5, 7, dtype=torch.bool)), InvalidArgument, "mask: is not in this version",
-             "a tensor of shape [5, 7]"),
+    # soft cap, sinks, ALiBi
+    "softcap-zero": (paged(softcap=0.0), InvalidArgument, "softcap: must be above 0", "0.0"),
+    "softcap-negative": (paged(softcap=-30.0), InvalidArgument, "softcap: must be above 0", "-30.0"),
+    "softcap-under-float32": (paged(softcap=1e-46), InvalidArgument, "softcap: must be above 0", "1e-46"),
+    "softcap-nan": (paged(softcap=float("nan")), InvalidArgument, "softcap: must be finite in float32", "nan"),
+    "softcap-inf": (paged(softcap=float("inf")), InvalidArgument, "softcap: must be finite in float32", "inf"),
+    "softcap-text": (paged(softcap="30"), InvalidType, "softcap: must be a float or None", "str"),
+    "sinks-list": (paged(sinks=[0.0] * HQ), InvalidType, "sinks: must be a torch.Tensor", "list"),
+    "sinks-kv-heads": (paged(sinks=torch.zeros(KH)), InvalidArgument, "sinks: must be [HQ] = [4]", "[2]"),
+    "sinks-a-column": (paged(sinks=torch.zeros(HQ, 1)), InvalidArgument, "sinks: must be [HQ] = [4]", "[4, 1]"),
+    "sinks-int": (paged(sinks=ints(0, 0, 0, 0)), InvalidType, "sinks: dtype must be one of float32", "torch.int32"),
+    "sinks-meta": (paged(sinks=torch.zeros(HQ).to("meta")), InvalidArgument, "sinks: must be on the device", "meta"),
+    "sinks-gradient": (paged(sinks=torch.zeros(HQ, requires_grad=True), out=torch.empty(B, HQ, DV)), InvalidArgument,
+                       "sinks: wavefill is for inference", "a tensor that requires grad"),
+    "sinks-out": (paged(sinks=WIDE[0, 0, :HQ], out=WIDE[..., :DV]), InvalidArgument,
+                  "out: is written and must share no memory with sinks", "overlapping memory"),
+    "alibi-number": (paged(alibi_slopes=0.5), InvalidType, "alibi_slopes: must be a torch.Tensor", "float"),
+    "alibi-heads": (packed(alibi_slopes=torch.ones(5)), InvalidArgument, "alibi_slopes: must be [HQ] = [4]", "[5]"),
+    "alibi-double": (paged(alibi_slopes=torch.ones(HQ).double()), InvalidType, "alibi_slopes: dtype must be one of",
+                     "torch.float64"),
+    "alibi-meta": (paged(alibi_slopes=torch.ones(HQ, device="meta")), InvalidArgument, "alibi_slopes: must be on the",
+                   "meta"),
+    "alibi-out": (paged(alibi_slopes=WIDE[1, 0, :HQ], out=WIDE[..., :DV]), InvalidArgument,
+                  "out: is written and must share no memory with alibi_slopes", "overlapping memory"),
+    # masks of drafts
+    "mask-list": (packed(mask=[1] * 5), InvalidType, "mask: must be a torch.Tensor", "list"),
+    "mask-bool": (packed(mask=torch.ones(5, 7).bool()), InvalidType, "mask: dtype must be int32", "torch.bool"),
+    "mask-long": (packed(mask=torch.ones(5, 1).long()), InvalidType, "mask: dtype must be int32", "torch.int64"),
+    "mask-1d": (packed(mask=ints(1, 1, 1, 1, 1)), InvalidArgument, "mask: must be [T, W] = [5, W]", "[5]"),
+    "mask-rows": (packed(mask=torch.ones(3, 1).int()), InvalidArgument, "mask: must be [T, W] = [5, W]", "[3, 1]"),
+    "mask-no-words": (packed(mask=torch.ones(5, 0).int()), InvalidArgument, "mask: must be [T, W] = [5, W]", "[5, 0]"),
+    "mask-meta": (packed(mask=torch.ones(5, 1).int().to("meta")), InvalidArgument, "mask: must be on the dev", "meta"),
+    "mask-narrow": (packed(q=torch.randn(40, HQ, D), cu_seqlens_q=ints(0, 7, 40), mask=torch.ones(40, 1).int()),
+                    InvalidArgument, "mask: must have a bit for each of the 33 query tokens of request 1", "32 bits"),
+    "mask-hint": (packed(mask=torch.ones(5, 1).int(), max_q_len=33), InvalidArgument,
+                  "mask: must have a bit for each of up to 33 query tokens", "32 bits a row"),
+    "mask-out": (packed(out=WIDE_OUT, mask=WIDE_OUT.view(torch.int32)[:, 0, :1]), InvalidArgument,
+                 "out: is written and must share no memory with mask", "overlapping memory"),
 }
 
 
@@ -290,7 +325,7 @@ def test_bad_states_to_merge(kind: str) -> None:
 def _the_operators_own() -> list[str]:
     """Kinds that concern tensors and values, which an operator sees; not Python's types, nor options it lacks."""
     names = {*paged(), "cu_seqlens_q", "scale", "causal", "window", "head_dim_v", "schedule", "max_seq_len",
-             "max_q_len", "out"}
+             "max_q_len", "out", "softcap", "sinks", "alibi_slopes", "mask"}
     return [
         kind for kind, (arguments, error, rule, _) in BAD.items()
         if names.issuperset(arguments) and (error is InvalidArgument or "dtype" in rule) and kind != "pages-and-v"
@@ -344,8 +379,8 @@ def test_whole_numbers_of_numpy_become_python_s(option: str) -> None:
 
 def test_numbers_of_numpy_are_options_of_a_call() -> None:
     arguments = packed()
-    plain_numbers = {"window": 3, "max_seq_len": 7, "max_q_len": 3, "head_dim_v": DV, "scale": 0.25}
-    numpy = {name: np.float32(n) if name == "scale" else np.int32(n) for name, n in plain_numbers.items()}
+    plain_numbers = {"window": 3, "max_seq_len": 7, "max_q_len": 3, "head_dim_v": DV, "scale": 0.25, "softcap": 2.0}
+    numpy = {name: (np.float32 if type(n) is float else np.int32)(n) for name, n in plain_numbers.items()}
     assert torch.equal(call(arguments | numpy), call(arguments | plain_numbers))
 
 

@@ -22,7 +22,7 @@ from wavefill.spec import (
 )
 
 if TYPE_CHECKING:
-    from wavefill.api import attention, decode_attention, flat_linear, merge_states, warmup
+    from wavefill.api import attention, decode_attention, flat_linear, merge_states, pack_mask, warmup
     from wavefill.cache import KVPages, PagedKVCache
     from wavefill.select import Choice, explain
 
@@ -33,6 +33,7 @@ _LAZY = {
     "decode_attention": "wavefill.api",
     "flat_linear": "wavefill.api",
     "merge_states": "wavefill.api",
+    "pack_mask": "wavefill.api",
     "warmup": "wavefill.api",
     "KVPages": "wavefill.cache",
     "PagedKVCache": "wavefill.cache",
@@ -60,6 +61,7 @@ __all__ = [
     "explain",
     "flat_linear",
     "merge_states",
+    "pack_mask",
     "warmup",
 ]
 

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from wavefill.spec import DTYPE_BYTES, BackendUnavailable, InvalidArgument, complaint, invalid, invalid_type, number
+from wavefill.spec import (
+    DTYPE_BYTES,
+    MIN_FLOAT32,
+    BackendUnavailable,
+    InvalidArgument,
+    complaint,
+    invalid,
+    invalid_type,
+    number,
+)
 
 #: torch's dtypes under the names of `spec.DTYPE_BYTES`.
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
@@ -140,6 +149,53 @@ def _value_dim(k_shape: Sequence[int], v_cache: Tensor | None, scale: float | No
         raise invalid("head_dim_v", f"must be from 1 to k_cache's head size ({k_shape[3]})", head_dim_v,
                       "V is the first head_dim_v columns of K.")
     return head_dim_v
+
+
+def options(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_q_len: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+) -> None:
+    """Checks the options of an attention call that has passed `attention`."""
+    T, HQ, _ = q.shape
+    if softcap is not None and number("softcap", softcap) < MIN_FLOAT32:
+        raise invalid("softcap", "must be above 0, and large enough for float32 (1.2e-38)", softcap,
+                      "Leave it out for scores without a cap.")
+    for name, heads in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if heads is None:
+            continue
+        if heads.shape != (HQ,):
+            raise _shape(name, f"[HQ] = [{HQ}]", heads.shape, "Give one number for each query head of q.")
+        if heads.dtype not in DTYPE_NAMES:
+            raise _dtype(name, f"one of {', '.join(DTYPE_BYTES)}", heads, "Convert with .float().")
+        if heads.device != q.device:
+            raise _device(name, heads, q.device)
+        if heads.requires_grad and torch.is_grad_enabled():
+            raise no_gradient(name)
+    if forward_ad._current_level >= 0:
+        _no_tangents(sinks=sinks, alibi_slopes=alibi_slopes)
+    if mask is None:
+        return
+    if cu_seqlens_q is None:
+        raise invalid("mask", "needs cu_seqlens_q, since it is about several query tokens of a request", "no offsets",
+                      "Leave it out: a single query token sees itself.")
+    if mask.dtype != _INT32:
+        raise _dtype("mask", "int32, packed bits", mask, "Make it with wavefill.pack_mask(masks).")
+    if mask.dim() != 2 or mask.shape[0] != T or mask.shape[1] < 1:
+        raise _shape("mask", f"[T, W] = [{T}, W], with W at least 1", mask.shape,
+                     "Make it with wavefill.pack_mask(masks): a row for each query token.")
+    if mask.device != q.device:
+        raise _device("mask", mask, q.device)
+    # Where the query tokens of a request cannot be read without waiting for a GPU, their bound is what counts.
+    most = T if max_q_len is None and q.device.type != "cpu" else max_q_len
+    if most is not None and 32 * mask.shape[1] < most:
+        raise invalid("mask", f"must have a bit for each of up to {most} query tokens of a request",
+                      f"{32 * mask.shape[1]} bits a row",
+                      "Pass the most query tokens of a request as max_q_len, or a mask with more words a row.")
 
 
 def result(out: Tensor, q: Tensor, DV: int) -> None:

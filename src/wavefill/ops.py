@@ -23,6 +23,7 @@ from torch import Tensor
 from wavefill import checks, direct, select
 from wavefill.backends import cpu, gpu
 from wavefill.hardware import CPU_TILE
+from wavefill.scores import NONE, Options
 from wavefill.spec import (
     AttentionSpec,
     BackendUnavailable,
@@ -40,7 +41,8 @@ _lib: Any = torch.library.Library("wavefill", "DEF")  # type: ignore[no-untyped-
 _CALL = (
     "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
     "float? scale=None, bool causal=True, SymInt? window=None, SymInt? head_dim_v=None, str schedule='auto', "
-    "SymInt? max_seq_len=None, SymInt? max_q_len=None, SymInt? sm_budget=None"
+    "SymInt? max_seq_len=None, SymInt? max_q_len=None, SymInt? sm_budget=None, float? softcap=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? mask=None"
 )
 
 
@@ -106,13 +108,19 @@ def _attention(
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
     sm_budget: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
+    if softcap is not None or sinks is not None or alibi_slopes is not None or mask is not None:
+        checks.options(q, cu_seqlens_q, max_q_len, softcap, sinks, alibi_slopes, mask)
     T, HQ, _ = q.shape
     out, lse = q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)
     call = _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale, causal, window, DV,
-                   schedule, max_seq_len, max_q_len, sm_budget)
+                   schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask))
     if call is not None and v_cache is not None:
         direct.remember(q, k_cache, v_cache, seq_lens, block_table, scale, window, schedule, sm_budget, None, call)
     return out, lse
@@ -133,15 +141,21 @@ def _attention_out(
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
     sm_budget: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     out: Tensor,
 ) -> Tensor:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
+    if softcap is not None or sinks is not None or alibi_slopes is not None or mask is not None:
+        checks.options(q, cu_seqlens_q, max_q_len, softcap, sinks, alibi_slopes, mask)
     checks.result(out, q, DV)
     checks.no_overlap((("out", out),), (
         ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens), ("block_table", block_table),
-        ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_q", cu_seqlens_q), ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("mask", mask),
     ))
     T, HQ, _ = q.shape
     lse = q.new_empty((T, HQ), dtype=torch.float32)
@@ -149,7 +163,7 @@ def _attention_out(
     straight = out.stride(2) == 1 and not (out.is_cuda and _unaligned(out))
     rows = out if straight else torch.empty_like(out, memory_format=torch.contiguous_format)
     call = _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV,
-                   schedule, max_seq_len, max_q_len, sm_budget)
+                   schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask))
     if rows is not out:
         out.copy_(rows)
     elif call is not None and v_cache is not None:
@@ -174,10 +188,12 @@ def _launch(
     max_seq_len: int | None,
     max_q_len: int | None,
     sm_budget: int | None,
+    options: Options,
 ) -> gpu.Call | None:
     """Fills `out` and `lse`. Tensors have passed `checks.attention`.
 
-    Returns what `gpu.run` takes for another call like this one, None where tensors were copied or live on the CPU.
+    Returns what `gpu.run` takes for another call like this one: of one query token a request, without options, on a GPU
+    and without a copy of a tensor. None for any other.
     """
     D = q.shape[2]
     given = q, seq_lens, block_table
@@ -194,27 +210,37 @@ def _launch(
         seq_lens = seq_lens.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
+    if cu_seqlens_q is not None and not cu_seqlens_q.is_contiguous():
+        cu_seqlens_q = cu_seqlens_q.contiguous()
     scale = D**-0.5 if scale is None else scale
     if on_gpu:
-        if cu_seqlens_q is not None:
-            raise BackendUnavailable(complaint(
-                "cu_seqlens_q", "the GPU backend of this version serves one query token a request", "offsets",
-                "Use wavefill.decode_attention, or move the tensors to the CPU."))
-        call = gpu.attention(q, k_cache, v_cache, seq_lens, block_table, out, lse, scale=scale, window=window,
-                             schedule=chosen, sm_budget=sm_budget)
-        return call if all(a is b for a, b in zip(given, (q, seq_lens, block_table), strict=True)) else None
+        call = gpu.attention(
+            q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale=scale, causal=causal,
+            window=window, schedule=chosen, sm_budget=sm_budget, max_seq_len=max_seq_len, max_q_len=max_q_len,
+            options=options,
+        )
+        as_given = all(a is b for a, b in zip(given, (q, seq_lens, block_table), strict=True))
+        return call if as_given and cu_seqlens_q is None and options is NONE else None
     if sm_budget is not None:
         raise invalid("sm_budget", "limits the SMs of a GPU, and these tensors live on the CPU", sm_budget,
                       "Use torch.set_num_threads there.")
     if max_seq_len is not None or max_q_len is not None:
         _hold_hints(seq_lens, cu_seqlens_q, max_seq_len, max_q_len)
-    if cu_seqlens_q is not None and not cu_seqlens_q.is_contiguous():
-        cu_seqlens_q = cu_seqlens_q.contiguous()
     cpu.attention(
         q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale=scale, causal=causal, window=window,
-        schedule=chosen,
+        schedule=chosen, options=options,
     )
     return None
+
+
+def _options(
+    softcap: float | None, sinks: Tensor | None, alibi_slopes: Tensor | None, mask: Tensor | None
+) -> Options:
+    """The options as backends take them, `NONE` itself where there is none. They have passed `checks.options`."""
+    if softcap is None and sinks is None and alibi_slopes is None and mask is None:
+        return NONE
+    sinks, alibi_slopes = (None if x is None else x.float().contiguous() for x in (sinks, alibi_slopes))
+    return Options(softcap, sinks, alibi_slopes, None if mask is None else mask.contiguous())
 
 
 def _unaligned(x: Tensor) -> bool:
@@ -276,9 +302,15 @@ def _attention_fake(
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
     sm_budget: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
+    if softcap is not None or sinks is not None or alibi_slopes is not None or mask is not None:
+        checks.options(q, cu_seqlens_q, max_q_len, softcap, sinks, alibi_slopes, mask)
     decode_schedule(schedule)
     T, HQ, _ = q.shape
     return q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)

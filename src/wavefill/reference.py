@@ -4,7 +4,7 @@ Nothing fast imports this module. The oracle is one softmax over the keys a quer
 schedule the way workers run it: tile by tile with an online softmax, a partial state for each segment, one merge.
 
 Dimensions are those of `wavefill.spec`; LSE is the natural logarithm everywhere; where a query sees no key its output
-is 0 and its LSE -inf.
+is 0 and its LSE -inf, or the sink.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wavefill import schedule as schedules
+from wavefill.scores import NONE, Options
 from wavefill.spec import MAX_LENGTH, ScheduleArg, StreamK, invalid, parse_schedule
 
 
@@ -35,6 +36,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     head_dim_v: int | None = None,
+    options: Options = NONE,
 ) -> tuple[Tensor, Tensor]:
     """One softmax per query token and head, all in float64.
 
@@ -47,16 +49,19 @@ def attention(
     scale:        of the scores, 1 / sqrt(D) if None.
     causal:       query i of n sits at position seq_len - n + i and sees no later key.
     window:       positions pos - window < j <= pos are seen.
+    options:      soft cap, sinks, ALiBi and the mask of drafts; sinks and slopes of any dtype.
 
     Returns (out [T, HQ, DV], lse [T, HQ]), both float64. Tokens past `cu_seqlens_q[-1]` get 0 and -inf.
     """
-    problem = _problem(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v)
+    problem = _problem(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v,
+                       options)
     out, lse = problem.empty_result(torch.float64)
     for row in problem.rows():
         for head in range(problem.KH):
             heads = slice(head * problem.G, (head + 1) * problem.G)
             scores, values = problem.scores(row, head, row.start, row.stop, torch.float64)
-            out[row.tokens, heads], lse[row.tokens, heads] = _softmax_state(scores, values)
+            state = _softmax_state(scores, values)
+            out[row.tokens, heads], lse[row.tokens, heads] = problem.with_sinks(heads, [state])
     return out, lse
 
 
@@ -127,6 +132,7 @@ class _Problem:
     scale: float
     causal: bool
     window: int | None
+    options: Options
 
     @property
     def KH(self) -> int:  # noqa: N802
@@ -166,18 +172,37 @@ class _Problem:
         return rows, ranges
 
     def scores(self, row: Row, head: int, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scaled scores [n, G, keys] of keys begin..end, -inf where not seen, and those keys' values [keys, DV]."""
-        queries = self.q[row.tokens, head * self.G : (head + 1) * self.G].to(dtype)
+        """Final scores [n, G, keys] of keys begin..end, -inf where not seen, and those keys' values [keys, DV]."""
+        heads = slice(head * self.G, (head + 1) * self.G)
+        queries = self.q[row.tokens, heads].to(dtype)
         scores = queries @ self._gather(self.k_cache, row.request, head, begin, end).to(dtype).mT * self.scale
         key = torch.arange(begin, end, device=scores.device)
         position = torch.arange(row.first, row.first + queries.shape[0], device=scores.device).unsqueeze(-1)
+        if self.options.softcap is not None:
+            scores = self.options.softcap * torch.tanh(scores / self.options.softcap)
+        if self.options.alibi_slopes is not None:
+            slopes = self.options.alibi_slopes[heads].to(dtype).view(1, -1, 1)
+            scores = scores - slopes * (position - key).abs().to(dtype).unsqueeze(1)
         seen = torch.ones(position.shape[0], key.shape[0], dtype=torch.bool, device=scores.device)
         if self.causal or self.window is not None:
             seen &= key <= position
         if self.window is not None:
             seen &= key > position - self.window
+        if self.options.mask is not None:
+            # Which token of the draft a key is; keys before the draft are negative and always seen.
+            token = key - self.seq_lens[row.request] + self.starts[row.request + 1] - self.starts[row.request]
+            words = self.options.mask[row.tokens].long()[:, token.clamp(min=0) // 32]
+            seen &= (token < 0) | ((words >> token.clamp(min=0) % 32) & 1).bool()
         scores = scores.masked_fill(~seen.unsqueeze(1), -math.inf)
         return scores, self._gather(self.v_cache, row.request, head, begin, end).to(dtype)
+
+    def with_sinks(self, heads: slice, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """(out [n, G, DV], lse [n, G]) of states over disjoint keys; the sinks are one more, without a value."""
+        outs, lses = [out for out, _ in states], [lse for _, lse in states]
+        if self.options.sinks is not None:
+            sinks = self.options.sinks[heads].to(lses[0].dtype).expand_as(lses[0])
+            outs, lses = [*outs, torch.zeros_like(outs[0])], [*lses, sinks]
+        return _merge(torch.stack(outs), torch.stack(lses))
 
     def _gather(self, cache: Tensor, request: int, head: int, begin: int, end: int) -> Tensor:
         one = cache[:, :, head]
@@ -201,6 +226,7 @@ def _problem(
     causal: bool,
     window: int | None,
     head_dim_v: int | None,
+    options: Options,
 ) -> _Problem:
     if v_cache is None:
         if head_dim_v is None or scale is None:
@@ -218,7 +244,7 @@ def _problem(
         scale = 1.0 / math.sqrt(q.shape[-1])
     if window is not None:
         window = min(window, MAX_LENGTH)  # a longer one sees no more, and positions minus it must fit into 64 bits
-    return _Problem(q, k_cache, v_cache, lens, block_table, starts, scale, causal, window)
+    return _Problem(q, k_cache, v_cache, lens, block_table, starts, scale, causal, window, options)
 
 
 @dataclass(frozen=True)
@@ -340,6 +366,7 @@ def emulate(
     causal: bool = True,
     window: int | None = None,
     head_dim_v: int | None = None,
+    options: Options = NONE,
     dtype: torch.dtype = torch.float32,
 ) -> Emulation:
     """Replays a schedule tile by tile and worker by worker, and holds its merge to one softmax.
@@ -353,7 +380,8 @@ def emulate(
 
     The work is a few tensor operations for each tile, so thousands of tiles a second.
     """
-    problem = _problem(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v)
+    problem = _problem(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v,
+                       options)
     chosen = parse_schedule(schedule)
     if chosen == "auto":
         raise invalid("schedule", "must say which schedule to replay", '"auto"', "Name one, for example stream_k.")
@@ -371,7 +399,7 @@ def emulate(
     out, lse = _merge_partials(problem, rows, partials, dtype)
     one_out, one_lse = attention(
         q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q=cu_seqlens_q, scale=scale, causal=causal,
-        window=window, head_dim_v=head_dim_v,
+        window=window, head_dim_v=head_dim_v, options=options,
     )
     error = (out.double() - one_out).abs().amax(-1)
     lse_error = torch.where(one_lse == lse.double(), 0.0, (lse.double() - one_lse).abs())
@@ -409,13 +437,15 @@ def _walk(
 def _merge_partials(
     problem: _Problem, rows: list[Row], partials: list[Partial], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    groups: dict[tuple[int, int], list[Partial]] = {}
+    groups: dict[tuple[int, int], list[Partial]] = {
+        (row, head): [] for row in range(len(rows)) for head in range(problem.KH)
+    }
     for p in partials:
-        groups.setdefault((p.row, p.head), []).append(p)
+        groups[p.row, p.head].append(p)
     out, lse = problem.empty_result(dtype)
     for (row, head), parts in groups.items():
+        tokens, heads = rows[row].tokens, slice(head * problem.G, (head + 1) * problem.G)
         parts.sort(key=lambda p: p.begin)
-        heads = slice(head * problem.G, (head + 1) * problem.G)
-        merged = _merge(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
-        out[rows[row].tokens, heads], lse[rows[row].tokens, heads] = merged
+        states = [(p.out, p.lse) for p in parts] or [(out[tokens, heads], lse[tokens, heads])]
+        out[tokens, heads], lse[tokens, heads] = problem.with_sinks(heads, states)
     return out, lse

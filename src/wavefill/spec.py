@@ -28,9 +28,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_TILE = 1 << 16
 #: Most keys or query tokens of a request: lengths are int32. A window of as many is as good as any longer one.
 MAX_LENGTH = (1 << 31) - 1
-#: The largest whole number that an operator and the compiled core can carry, and the largest float32.
+#: The largest whole number that an operator and the compiled core can carry; the largest float32, and the smallest
+#: above 0 that has all of its digits.
 MAX_INT = (1 << 63) - 1
 MAX_FLOAT32 = 2.0**128 - 2.0**104
+MIN_FLOAT32 = 2.0**-126
 
 
 class WavefillError(Exception):

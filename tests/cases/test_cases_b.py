@@ -208,10 +208,19 @@ def test_b16_b17_b18_rows_that_see_nothing(dtype: torch.dtype, schedule: str, pa
     assert (lse[~blind] > -math.inf).all()
 
 
-def test_b17_a_mask_is_refused_by_name() -> None:
-    case = make_case([3], q_lens=[2])
-    with pytest.raises(InvalidArgument, match=r"^mask: "):
-        wavefill.attention(*case.tensors(), cu_seqlens_q=case.cu_seqlens_q, mask=torch.ones(2, 3, dtype=torch.bool))
+@dtypes
+@schedules
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
+def test_b17_b19_a_mask_that_hides_all_from_some_rows(dtype: torch.dtype, schedule: str, sinks: bool) -> None:
+    """All of a prompt are query tokens, and the first 14 of them see nothing: 0, and the sink where there is one."""
+    sees = torch.ones(70, 70, dtype=torch.bool)
+    sees[:14] = sees[40] = False
+    case = make_case([70, 3], q_lens=[70, 3], dtype=dtype, mask=[sees, torch.zeros(3, 3).bool()], sinks=sinks)
+    out, lse = check(case, schedule=schedule)
+    blind = [*range(14), 40, *range(70, 73)]
+    assert (out[blind] == 0).all()
+    assert torch.equal(lse[blind], torch.full((len(blind), 4), -math.inf) if case.sinks is None
+                       else case.sinks.expand(len(blind), -1))
 
 
 @dtypes

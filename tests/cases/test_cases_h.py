@@ -14,7 +14,7 @@ from torch import Tensor
 
 import wavefill
 from helpers import DTYPES, Case, check, make_case, name_of, same_bits
-from wavefill import InvalidArgument, ops
+from wavefill import InvalidType, ops
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 paged = pytest.mark.parametrize("page_size", [None, 4], ids=["contiguous", "page4"])
@@ -164,7 +164,11 @@ def test_h12_append_into_interleaved_k_and_v(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("n", [*range(26, 33), 63, 64, 95, 96, 384])
-def test_h13_a_mask_of_the_exact_size_is_refused_by_name(n: int) -> None:
-    case: Case = make_case([n], q_lens=[2])
-    with pytest.raises(InvalidArgument, match=rf"^mask: .*\[2, {n}\]"):
-        wavefill.attention(*case.tensors(), cu_seqlens_q=case.cu_seqlens_q, mask=torch.zeros(2, n))
+def test_h13_a_mask_of_the_exact_size_and_no_other(n: int) -> None:
+    """As many words as the query tokens take; `test_h4_h13` fences them in. A mask of floats over all keys is none."""
+    case: Case = make_case([n + 5], q_lens=[n], D=8, mask=True)
+    assert case.mask is not None
+    assert case.mask.shape == (n, -(-n // 32))
+    check(case)
+    with pytest.raises(InvalidType, match=r"^mask: dtype must be int32"):
+        wavefill.attention(*case.tensors(), cu_seqlens_q=case.cu_seqlens_q, mask=torch.zeros(n, n + 5))

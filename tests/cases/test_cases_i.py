@@ -7,7 +7,7 @@ import torch
 
 import wavefill
 from helpers import DTYPES, SCHEDULES, check, make_case, name_of
-from wavefill import InvalidArgument
+from wavefill import InvalidType
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 
@@ -64,8 +64,9 @@ def test_i8_512_with_a_length_for_each_request(dtype: torch.dtype, q_len: int) -
 def test_i10_192_and_128_with_several_queries(dtype: torch.dtype, B: int) -> None:
     case = make_case([54] * B, q_lens=[37] * B, HQ=4, KH=4, D=192, DV=128, dtype=dtype)
     check(case)
-    with pytest.raises(InvalidArgument, match=r"^mask: "):
+    with pytest.raises(InvalidType, match=r"^mask: dtype must be int32"):
         wavefill.attention(*case.tensors(), cu_seqlens_q=case.cu_seqlens_q, mask=torch.ones(B, 37, 54))
+    check(make_case([54] * B, q_lens=[37] * B, HQ=4, KH=4, D=192, DV=128, dtype=dtype, mask=True))
 
 
 @pytest.mark.parametrize(("D", "DV"), [(577, 64), (64, 577), (1024, 1024)], ids=["K577", "V577", "1024"])

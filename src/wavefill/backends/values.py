@@ -11,8 +11,9 @@ def value_error(
     """The error for a value that a tensor of a call must not hold.
 
     fault: 1 a negative length, 2 one past the capacity, 3 a page id out of range in a slot that is read, 4 offsets
-           that do not start at 0, 5 that decrease, 6 that end past the query tokens.
-    request, value, slot: where, and what was found.
+           that do not start at 0, 5 that decrease, 6 that end past the query tokens, 7 a request with more query
+           tokens than a row of the mask has bits.
+    request, value, slot: where, and what was found; for 7 the request's tokens, and the words of a row.
     """
     match fault:
         case 1:
@@ -30,6 +31,9 @@ def value_error(
         case 5:
             return invalid(f"cu_seqlens_q[{request + 1}]", "must not be below the offset before it", value,
                            "Build it as a running sum of the query lengths.")
+        case 7:
+            return invalid("mask", f"must have a bit for each of the {value} query tokens of request {request}",
+                           f"{32 * slot} bits a row", "Make it with wavefill.pack_mask(masks).")
         case _:
             return invalid("cu_seqlens_q[-1]", f"must be at most the {tokens} query tokens of q", value,
                            "Pass all query tokens, or a smaller last offset.")

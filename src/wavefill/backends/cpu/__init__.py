@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from wavefill.backends.values import value_error
 from wavefill.hardware import CPU_MAX_HEAD_DIM, CPU_TILE, cpu_gap
 from wavefill.schedule import resolve
+from wavefill.scores import NONE, Options
 from wavefill.spec import (
     MAX_LENGTH,
     AttentionSpec,
@@ -55,6 +56,7 @@ def attention(
     causal: bool,
     window: int | None,
     schedule: Schedule,
+    options: Options = NONE,
     threads: int | None = None,
     workers: int | None = None,
 ) -> None:
@@ -67,11 +69,13 @@ def attention(
     block_table:  [B, max_pages] int32 with unit last stride, or None.
     cu_seqlens_q: [B + 1] int32, contiguous, or None for one query token a request.
     out, lse:     [T, HQ, DV] with unit last stride; [T, HQ] float32 or None.
+    options:      soft cap, sinks, ALiBi and the mask of drafts; a mask needs cu_seqlens_q.
     threads:      at most this many threads run; None: torch's own number.
     workers:      workers of the schedule; None: one a thread. Their number changes `fixed` and `stream_k` splits.
 
     Raises InvalidArgument for negative lengths, lengths past the cache's capacity, page ids out of range in slots that
-    are read, and offsets that do not start at 0, decrease, or end past T.
+    are read, offsets that do not start at 0, decrease, or end past T, and masks with fewer bits than a request has
+    query tokens.
     """
     if threads is None:
         threads = torch.get_num_threads()
@@ -101,6 +105,8 @@ def attention(
         *q.stride()[:2], *k_cache.stride(), *v_cache.stride(), *out.stride()[:2],
         *((0, 0) if lse is None else lse.stride()),
         DTYPE_CODES[q.dtype], scale, causal, window or 0, tile, kind, param, workers, threads,
+        options.softcap or 0.0, *(0 if x is None else x.data_ptr() for x in (options.sinks, options.alibi_slopes)),
+        *((0, 0) if options.mask is None else (options.mask.data_ptr(), options.mask.shape[1])),
     )
     if fault is not None:
         raise value_error(*fault, capacity=k_cache.shape[1] * max_pages, pages=pages, tokens=T)

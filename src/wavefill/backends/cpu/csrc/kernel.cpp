@@ -104,21 +104,32 @@ void load_q(const Problem &p, const Row &row, int64_t head, State &s) {
                 s.q + i * row_floats<T>(p.D));
 }
 
+// What a row's sums are multiplied by, and its LSE. The sink joins here, where all of a row's keys have been seen, and so
+// counts once however the keys were split.
+struct Denominator {
+  float inverse, lse;
+};
+inline Denominator denominator(const Problem &p, int64_t head, float max, float sum) {
+  const float top = sum == 0.0f ? -INFINITY : max * scale_of_max(p), sink = p.sinks ? p.sinks[head] : -INFINITY;
+  if (sink == -INFINITY) return {sum == 0.0f ? 0.0f : 1.0f / sum, sum == 0.0f ? top : top + logf(sum)};
+  const float base = fmaxf(top, sink), weight = expf(top - base), total = weight * sum + expf(sink - base);
+  return {weight / total, base + logf(total)};
+}
+
 template <class T>
 void write_out(const Problem &p, const Row &row, int64_t head, const State &s) {
   const Dims dims = dims_of(p);
   T *out = (T *)p.out;
   for (int64_t i = 0; i < s.rows; ++i) {
     const int64_t token = row.q0 + i / p.G, h = head * p.G + i % p.G;
-    const float sum = s.sum()[i], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const Denominator all = denominator(p, h, s.max()[i], s.sum()[i]);
     const float *acc = s.acc() + i * dims.dv_padded;
     T *dst = out + token * p.o_token + h * p.o_head;
     for (int64_t lane = 0; lane < dims.dv_padded; ++lane) {
       const int64_t e = lane_element<T>((int)lane);
-      if (e < p.DV) from_float(acc[lane] * inverse, dst[e]);
+      if (e < p.DV) from_float(acc[lane] * all.inverse, dst[e]);
     }
-    const float lse = sum == 0.0f ? -INFINITY : s.max()[i] * scale_of_max(p) + logf(sum);
-    if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = lse;
+    if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = all.lse;
   }
 }
 

@@ -54,7 +54,7 @@ void build_rows(const Problem &p, std::vector<Row> &rows) {
     const int64_t q0 = p.cu_q ? p.cu_q[b] : b, q1 = p.cu_q ? p.cu_q[b + 1] : b + 1;
     const int64_t length = p.seq_lens[b], offset = length - (q1 - q0);
     for (int64_t q = q0; q < q1; q += block) {
-      Row r{b, q, std::min(q + block, q1), offset + (q - q0), 0, length};
+      Row r{b, q, std::min(q + block, q1), offset + (q - q0), 0, length, offset};
       const int64_t last = r.pos0 + (r.q1 - r.q0) - 1;
       if (p.causal) r.stop = std::min(length, last + 1);
       if (p.window) r.start = std::max<int64_t>(0, r.pos0 - p.window + 1);
@@ -84,6 +84,9 @@ static Report check_lengths(const Problem &p) {
   for (int64_t b = 0; b < p.B; ++b)
     if (p.cu_q[b + 1] < p.cu_q[b]) return {Fault::offsets_decrease, b, p.cu_q[b + 1], 0};
   if (p.cu_q[p.B] > p.T) return {Fault::offsets_past_end, 0, p.cu_q[p.B], 0};
+  for (int64_t b = 0; p.mask && b < p.B; ++b)
+    if (const int64_t n = p.cu_q[b + 1] - p.cu_q[b]; n > 32 * p.mask_words)
+      return {Fault::mask_too_narrow, b, n, p.mask_words};
   return {};
 }
 
@@ -91,12 +94,13 @@ static Report check_lengths(const Problem &p) {
 
 static int64_t element_bytes(DType t) { return t == DType::f32 ? 4 : 2; }
 
-static void write_empty(const Problem &p, int64_t from, int64_t to) {
+// Query tokens that see no key: nothing but the sinks is in their softmax. Padding has not even those.
+static void write_empty(const Problem &p, int64_t from, int64_t to, const float *sinks) {
   const int64_t size = element_bytes(p.dtype);
   for (int64_t t = from; t < to; ++t)
     for (int64_t h = 0; h < p.HQ; ++h) {
       memset(p.out + (t * p.o_token + h * p.o_head) * size, 0, (size_t)(p.DV * size));
-      if (p.lse) p.lse[t * p.lse_token + h * p.lse_head] = -std::numeric_limits<float>::infinity();
+      if (p.lse) p.lse[t * p.lse_token + h * p.lse_head] = sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
     }
 }
 
@@ -167,8 +171,8 @@ Report attention(const Problem &p, Kind kind, int64_t param, int64_t workers, in
   if (report.fault != Fault::none) return report;
 
   for (const Row &r : ws.rows)
-    if (r.stop <= r.start) write_empty(p, r.q0, r.q1);
-  write_empty(p, queries_end(p), p.T);
+    if (r.stop <= r.start) write_empty(p, r.q0, r.q1, p.sinks);
+  write_empty(p, queries_end(p), p.T, nullptr);
   build_plan(ws.rows.data(), (int64_t)ws.rows.size(), p.KH, p.tile, kind, param, workers, ws.plan);
   const auto &segs = ws.plan.segments;
   if (segs.empty()) return {};

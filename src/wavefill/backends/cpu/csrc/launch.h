@@ -19,6 +19,7 @@ enum class Fault : int {
   offsets_start = 4,      // -, first value of cu_seqlens_q
   offsets_decrease = 5,   // request, next value
   offsets_past_end = 6,   // -, last value
+  mask_too_narrow = 7,    // request, its query tokens, words of a row of the mask
 };
 
 struct Report {

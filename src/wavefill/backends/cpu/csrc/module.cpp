@@ -27,7 +27,8 @@ nb::object attention(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintp
                      int64_t q_token, int64_t q_head, int64_t k_page, int64_t k_token, int64_t k_head, int64_t k_dim,
                      int64_t v_page, int64_t v_token, int64_t v_head, int64_t v_dim, int64_t o_token, int64_t o_head,
                      int64_t lse_token, int64_t lse_head, int dtype, float scale, bool causal, int64_t window,
-                     int64_t tile, int kind, int64_t param, int64_t workers, int threads) {
+                     int64_t tile, int kind, int64_t param, int64_t workers, int threads, float softcap, uintptr_t sinks,
+                     uintptr_t slopes, uintptr_t mask, int64_t mask_words) {
   wf::Problem p{};
   p.q = pointer<const char>(q), p.k = pointer<const char>(k), p.v = pointer<const char>(v);
   p.out = pointer<char>(out), p.lse = pointer<float>(lse);
@@ -39,6 +40,8 @@ nb::object attention(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintp
   p.q_token = q_token, p.q_head = q_head, p.o_token = o_token, p.o_head = o_head;
   p.lse_token = lse_token, p.lse_head = lse_head;
   p.dtype = (wf::DType)dtype, p.scale = scale, p.causal = causal, p.window = window, p.tile = tile;
+  p.softcap = softcap, p.sinks = pointer<const float>(sinks), p.slopes = pointer<const float>(slopes);
+  p.mask = pointer<const uint32_t>(mask), p.mask_words = mask_words;
   wf::Report r;
   {
     nb::gil_scoped_release release;

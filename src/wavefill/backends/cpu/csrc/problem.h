@@ -28,12 +28,18 @@ struct Problem {
   bool causal;
   int64_t window;  // keys a query sees, itself included; 0: all
   int64_t tile;    // tokens of a tile
+  float softcap;          // scores become c tanh(s / c); 0: they stay
+  const float *sinks;     // [HQ], a further logit of each head, or null
+  const float *slopes;    // [HQ], of ALiBi, or null
+  const uint32_t *mask;   // [T, mask_words], bit j of row t: query token t sees token j of its draft; or null
+  int64_t mask_words;
 };
 
 // A row is the unit of queries that the schedule deals with: query tokens [q0, q1) of one request, which between them
-// see keys [start, stop). pos0 is the position of query q0.
+// see keys [start, stop). pos0 is the position of query q0, draft that of the request's first query token: the keys from
+// there on are those of its query tokens.
 struct Row {
-  int64_t request, q0, q1, pos0, start, stop;
+  int64_t request, q0, q1, pos0, start, stop, draft;
 };
 
 // A run of tiles [begin, end) of one (row, head), done by one worker in one go.

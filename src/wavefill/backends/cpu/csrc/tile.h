@@ -91,8 +91,12 @@ inline Dims dims_of(const Problem &p) {
   return {pad_to(p.D, 2 * kW), pad_to(p.DV, 2 * kW), pad_to(p.tile + kMaxTokens - 1, kW)};
 }
 
+// Whether scores are scaled in the exponent alone, which is exact and free. A scale that turns their order, a soft cap
+// and ALiBi all have to come before the maximum.
+inline bool scaled_last(const Problem &p) { return p.scale > 0.0f && p.softcap == 0.0f && !p.slopes; }
+
 // What the scores of a state's maxima are still to be multiplied by.
-inline float scale_of_max(const Problem &p) { return p.scale > 0.0f ? p.scale : 1.0f; }
+inline float scale_of_max(const Problem &p) { return scaled_last(p) ? p.scale : 1.0f; }
 
 inline int64_t state_floats(const Problem &p, int64_t rows) {
   return rows * dims_of(p).dv_padded + 2 * pad_to(rows, 4);
@@ -238,10 +242,10 @@ struct TileWork {
     const int64_t groups = (s.rows + 3) / 4, share = (next.left() + groups - 1) / groups;
     for (int64_t r = 0; r < s.rows; r += 4) {
       switch (s.rows - r) {
-        case 1: group<1>(s, r, now, k, v, next, share); break;
-        case 2: group<2>(s, r, now, k, v, next, share); break;
-        case 3: group<3>(s, r, now, k, v, next, share); break;
-        default: group<4>(s, r, now, k, v, next, share);
+        case 1: group<1>(s, r, head, now, k, v, next, share); break;
+        case 2: group<2>(s, r, head, now, k, v, next, share); break;
+        case 3: group<3>(s, r, head, now, k, v, next, share); break;
+        default: group<4>(s, r, head, now, k, v, next, share);
       }
     }
   }
@@ -291,12 +295,12 @@ struct TileWork {
 
   // Scores, softmax and P.V of query rows r .. r + MR.
   template <int MR>
-  void group(State &s, int64_t r, const Tokens &now, const Side<T> &k, const Side<T> &v, Stream &next,
+  void group(State &s, int64_t r, int64_t head, const Tokens &now, const Side<T> &k, const Side<T> &v, Stream &next,
              int64_t share) {
     const Dims dims = dims_of(p);
     const int64_t q_stride = row_floats<T>(p.D);
     score<MR>(p.D, s.q + r * q_stride, q_stride, k, now.count, buffers.scores, next, share / 2);
-    soft_max<MR>(s, r, now);
+    soft_max<MR>(s, r, head, now);
     weigh<MR>(s.acc() + r * dims.dv_padded, dims.dv_padded, v, now.count, next, share - share / 2);
   }
 
@@ -318,20 +322,19 @@ struct TileWork {
 
   // Turns scores into weights exp(score - max) in place and brings the state of the rows to the new maximum.
   template <int MR>
-  WF_OUTLINE void soft_max(State &s, int64_t r, const Tokens &now) {
+  WF_OUTLINE void soft_max(State &s, int64_t r, int64_t head, const Tokens &now) {
     constexpr int R = kRows<MR>;
     const int64_t used = now.count * R, padded = pad_to(used, kW);
     float *x = buffers.scores;
     const V scale = vset(scale_of_max(p));
-    if (p.scale <= 0.0f)  // the maximum is taken before scaling, so a scale that turns the order goes first
-      for (int64_t i = 0; i < used; ++i) x[i] *= p.scale;
+    if (!scaled_last(p)) finish<MR>(r, head, now);
     for (int64_t i = used; i < padded; ++i) x[i] = -INFINITY;
-    for (int i = 0; i < MR; ++i) hide<R>(x + i, row.pos0 + (r + i) / p.G, now);
+    for (int i = 0; i < MR; ++i) hide<R>(x + i, (r + i) / p.G, now);
 
     V top = vload(x);
     for (int64_t i = kW; i < padded; i += kW) top = vmax(top, vload(x + i));
     float *max = s.max() + r, *sum = s.sum() + r;
-    // Maxima stay unscaled: the largest score is then exactly 0 below itself, however large it is.
+    // Where the scale comes last maxima stay unscaled: the largest score is then exactly 0 below itself, however large it is.
     const V old_max = vload_rows<R>(max), new_max = vmax(vmax_rows<R>(top), old_max);
     const V base = vzero_below(new_max, new_max, -FLT_MAX);  // -inf where no key has been seen
     V total = vzero();
@@ -354,14 +357,47 @@ struct TileWork {
     }
   }
 
-  // Masks the keys of the tile that a query at `pos` does not see; its scores are x[0], x[R], ...
+  // Scores as they go into the softmax: scaled, then capped, then less slope times distance.
+  template <int MR>
+  WF_OUTLINE void finish(int64_t r, int64_t head, const Tokens &now) {
+    constexpr int R = kRows<MR>;
+    // The scores of a vector are of R rows in turn, kW / R tokens one after the other.
+    float slopes[4], starts[4], tokens[kW];
+    for (int i = 0; i < R; ++i) {
+      const int64_t at = r + (i < MR ? i : MR - 1);
+      slopes[i] = p.slopes ? p.slopes[head * p.G + at % p.G] : 0.0f;
+      starts[i] = (float)(row.pos0 + at / p.G - now.from);
+    }
+    for (int i = 0; i < kW; ++i) tokens[i] = (float)(i / R);
+    const V scale = vset(p.scale), cap = vset(p.softcap), slope = vload_rows<R>(slopes);
+    const V start = vsub(vload_rows<R>(starts), vload(tokens));
+    float *x = buffers.scores;
+    for (int64_t i = 0; i < now.count * R; i += kW) {
+      V y = vmul(vload(x + i), scale);
+      if (p.softcap != 0.0f) y = vcap(y, cap);
+      if (p.slopes) y = vsub(y, vmul(slope, vabs(vsub(start, vset((float)(i / R))))));
+      vstore(x + i, y);
+    }
+  }
+
+  // Masks the keys of the tile that query token `i` of the row does not see; its scores are x[0], x[R], ...
   template <int R>
-  WF_INLINE void hide(float *x, int64_t pos, const Tokens &now) {
-    const int64_t n = now.count;
+  WF_INLINE void hide(float *x, int64_t i, const Tokens &now) {
+    const int64_t n = now.count, pos = row.pos0 + i;
+    if (p.mask) hide_draft<R>(x, p.mask + (row.q0 + i) * p.mask_words, now);
     if (p.causal && pos + 1 - now.from < n)
       for (int64_t t = pos + 1 < now.from ? 0 : pos + 1 - now.from; t < n; ++t) x[t * R] = -INFINITY;
     if (p.window)
       for (int64_t t = 0; t < n && t < pos - p.window + 1 - now.from; ++t) x[t * R] = -INFINITY;
+  }
+
+  // The same for the tokens of the draft that the query token's row of the mask leaves out.
+  template <int R>
+  WF_OUTLINE void hide_draft(float *x, const uint32_t *seen, const Tokens &now) {
+    for (int64_t t = now.from < row.draft ? row.draft - now.from : 0; t < now.count; ++t) {
+      const int64_t j = now.from + t - row.draft;
+      if (!(seen[j / 32] >> (j % 32) & 1u)) x[t * R] = -INFINITY;
+    }
   }
 
   // acc[0 .. MR] += P.V, kBlocks<MR> blocks of the head size at a time.
