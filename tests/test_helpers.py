@@ -49,6 +49,23 @@ def test_a_lost_key_fails(dtype: torch.dtype, n: int) -> None:
         assert_close_to_reference(out, short_lse, case)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("n", [3, 50, 1000])
+def test_with_all_options_rounding_passes_and_a_lost_option_fails(dtype: torch.dtype, n: int) -> None:
+    """Each option left out, or a single key that the mask hides, is more than the bounds allow."""
+    case = make_case([n], q_lens=[3], D=64, dtype=dtype, softcap=2.0, sinks=True, alibi_slopes=0.05, mask=True, seed=2)
+    assert_close_to_reference(*as_kernel(case), case)
+    assert_close_to_reference(*torch_attention(case)[:2], case)
+    assert case.mask is not None
+    for name, value in (("softcap", None), ("sinks", None), ("alibi_slopes", None), ("mask", case.mask ^ 1)):
+        out, lse = as_kernel(case)
+        other_out, other_lse = as_kernel(dataclasses.replace(case, **{name: value}))
+        with pytest.raises(AssertionError, match="output: "):
+            assert_close_to_reference(other_out, lse, case)
+        with pytest.raises(AssertionError, match="lse"):
+            assert_close_to_reference(out, other_lse, case)
+
+
 def test_a_single_wrong_row_is_named() -> None:
     case = make_case([30] * 40, HQ=8, KH=2)
     out, lse = as_kernel(case)

@@ -26,12 +26,21 @@ CASES: dict[str, Callable[[], Case]] = {
     "latent": lambda: make_case([5, 70], page_size=16, latent=True, DV=16, KH=1, dtype=torch.float16),
     "hnd": lambda: make_case([5, 70], page_size=16, layout="hnd"),
     "no-requests": lambda: make_case([], page_size=16),
+    "options": lambda: make_case([5, 0, 130, 17], page_size=16, softcap=2.0, sinks=True, alibi_slopes=True),
+    "options-of-drafts": lambda: make_case([5, 0, 130, 17], q_lens=[3, 1, 40, 0], softcap=2.0, sinks=True,
+                                           alibi_slopes=True, mask=True, dtype=torch.bfloat16),
 }
 
 
 def arguments(case: Case, schedule: str = "auto") -> tuple[Any, ...]:
     """The operator's arguments, in order."""
-    return (*case.tensors(), case.cu_seqlens_q, case.scale, case.causal, case.window, case.head_dim_v, schedule)
+    return (*case.tensors(), case.cu_seqlens_q, case.scale, case.causal, case.window, case.head_dim_v, schedule,
+            None, None, None, *extras(case).values())
+
+
+def extras(case: Case) -> dict[str, Any]:
+    """The options of the scores, in the operator's order."""
+    return {"softcap": case.softcap, "sinks": case.sinks, "alibi_slopes": case.alibi_slopes, "mask": case.mask}
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -78,6 +87,7 @@ def test_schemas_declare_what_is_written() -> None:
 def _decode(case: Case, out: Tensor | None = None) -> tuple[Tensor, ...]:
     tensors = case.tensors()
     options = {"scale": case.scale, "window": case.window, "head_dim_v": case.head_dim_v, "return_lse": True}
+    options |= {name: value for name, value in extras(case).items() if name != "mask"}
     first, lse = wavefill.decode_attention(*tensors, **options)
     second = wavefill.decode_attention(*tensors, **{**options, "return_lse": False}, schedule=Fixed(splits=2), out=out)
     return first * 2, lse + 1, second * 3
@@ -85,6 +95,7 @@ def _decode(case: Case, out: Tensor | None = None) -> tuple[Tensor, ...]:
 
 def _varlen(case: Case, out: Tensor | None = None) -> tuple[Tensor, ...]:
     options = {"cu_seqlens_q": case.cu_seqlens_q, "causal": case.causal, "scale": case.scale, "window": case.window}
+    options |= extras(case)
     first, lse = wavefill.attention(*case.tensors(), **options, return_lse=True, schedule="invariant")
     second, _ = wavefill.attention(*case.tensors(), **options, return_lse=True, schedule=StreamK(tile=32), out=out)
     return first * 2, lse + 1, second * 3
@@ -92,7 +103,7 @@ def _varlen(case: Case, out: Tensor | None = None) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("with_out", [False, True], ids=["fresh", "out"])
-@pytest.mark.parametrize("kind", ["paged", "contiguous", "varlen", "not-causal", "latent"])
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in ("hnd", "no-requests")])
 def test_compiled_public_functions_give_the_same_bits(kind: str, with_out: bool, dynamic: bool | None) -> None:
     torch.compiler.reset()
     case = CASES[kind]()
@@ -245,6 +256,9 @@ DIFFERENTIABLE: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]] = {
     "lse": (lambda q: wavefill.decode_attention(q, KV, KV, LENS, return_lse=True)[1], Q, "q"),
     "out": (lambda q: wavefill.decode_attention(q, KV, KV, LENS, out=torch.empty(2, 4, 8)), Q, "q"),
     "merge": (_merge_of, torch.zeros(2, 4), "lses"),
+    "sinks": (lambda x: wavefill.decode_attention(Q, KV, KV, LENS, sinks=x), torch.zeros(4), "sinks"),
+    "slopes": (lambda x: wavefill.decode_attention(Q, KV, KV, LENS, alibi_slopes=x, sinks=torch.zeros(4)),
+               torch.ones(4), "alibi_slopes"),
     "operator": (lambda q: WAVEFILL.attention(q, KV, KV, LENS)[0], Q, "q"),
 }
 DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
@@ -352,8 +366,10 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]:
     attention = {"q": Q, "k_cache": KV, "v_cache": KV.clone(), "seq_lens": LENS, "block_table": table}
     new = torch.ones(2, 2, 8)
     return {
-        "decode_attention": (wavefill.decode_attention, attention | {"out": torch.zeros(2, 4, 8)}),
-        "attention": (wavefill.attention, attention | {"cu_seqlens_q": starts}),
+        "decode_attention": (wavefill.decode_attention, attention | {"out": torch.zeros(2, 4, 8),
+                                                                       "sinks": torch.zeros(4)}),
+        "attention": (wavefill.attention, attention | {"cu_seqlens_q": starts, "alibi_slopes": torch.ones(4),
+                                                       "mask": torch.ones(2, 1, dtype=torch.int32)}),
         "merge_states": (wavefill.merge_states, {"outs": Q, "lses": torch.zeros(2, 4)}),
         "append": (WAVEFILL.append, {"k_cache": KV.clone(), "v_cache": KV.clone(), "k": new, "v": new,
                                      "slots": torch.tensor([0, 1])}),

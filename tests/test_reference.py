@@ -23,6 +23,11 @@ MIXED = {
     "drafts-window": {"seq_lens": [3, 9, 20], "q_lens": [2, 4, 6], "window": 3, "page_size": 1},
     "not-causal": {"seq_lens": [3, 9, 0, 2], "q_lens": [2, 4, 1, 5], "causal": False},
     "latent": {"seq_lens": [5, 12], "q_lens": [1, 3], "D": 24, "DV": 16, "KH": 1, "latent": True, "page_size": 4},
+    "options": {"seq_lens": [0, 1, 2, 17, 40], "softcap": 0.7, "sinks": True, "alibi_slopes": True, "window": 9},
+    "options-of-drafts": {"seq_lens": [3, 45, 0, 2], "q_lens": [2, 40, 1, 5], "softcap": 0.7, "sinks": True,
+                          "alibi_slopes": True, "mask": True, "page_size": 4, "HQ": 6, "KH": 3},
+    "mask-not-causal": {"seq_lens": [3, 9, 0, 2], "q_lens": [2, 4, 1, 5], "causal": False, "mask": True, "scale": 2.0,
+                        "alibi_slopes": True},
     "wide-values": {"seq_lens": [5, 12], "D": 8, "DV": 20, "HQ": 9, "KH": 3, "scale": 2.5},
 }
 
@@ -52,20 +57,30 @@ def scalar_loop(case: Case) -> tuple[Tensor, Tensor]:
                         continue
                     if case.window is not None and not position - case.window < j <= position:
                         continue
+                    draft = j - (length - n)
+                    if case.mask is not None and draft >= 0:
+                        word = int(case.mask[starts[b] + i, draft // 32])
+                        if not word >> (draft % 32) & 1:
+                            continue
                     block, slot = b, j
                     if case.block_table is not None:
                         block, slot = int(case.block_table[b, j // case.k_cache.shape[1]]), j % case.k_cache.shape[1]
                     at = (block, slot, h * KH // HQ)
                     key = case.k_cache[at].tolist()
                     values.append(key[:DV] if case.v_cache is None else case.v_cache[at].tolist())
-                    scores.append(scale * math.fsum(x * y for x, y in zip(query, key, strict=True)))
-                top = max(scores, default=0.0)
-                weights = [math.exp(s - top) for s in scores]
-                total = math.fsum(weights)
+                    score = scale * math.fsum(x * y for x, y in zip(query, key, strict=True))
+                    if case.softcap is not None:
+                        score = case.softcap * math.tanh(score / case.softcap)
+                    if case.alibi_slopes is not None:
+                        score -= float(case.alibi_slopes[h]) * abs(position - j)
+                    scores.append(score)
+                logits = scores if case.sinks is None else [*scores, float(case.sinks[h])]
+                top = max(logits, default=0.0)
+                total = math.fsum(math.exp(s - top) for s in logits)
                 for d in range(DV):
-                    dot = math.fsum(w * value[d] for w, value in zip(weights, values, strict=True))
+                    dot = math.fsum(math.exp(s - top) * value[d] for s, value in zip(scores, values, strict=True))
                     out[starts[b] + i, h, d] = dot / total if scores else 0.0
-                lse[starts[b] + i, h] = top + math.log(total) if scores else -math.inf
+                lse[starts[b] + i, h] = top + math.log(total) if logits else -math.inf
     return out, lse
 
 

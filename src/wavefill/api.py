@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wavefill import ops
 from wavefill.cache import KVPages
-from wavefill.calls import ONLINE, NoBackward, attend, not_yet, online, tensor, wants_grad
+from wavefill.calls import ONLINE, NoBackward, attend, hold_tensor, not_yet, online, wants_grad
 from wavefill.spec import (
     AttentionSpec,
     BackendUnavailable,
@@ -266,7 +266,7 @@ def attention(
             or (softmax is not ONLINE and not online(softmax))):
         raise not_yet(k_scale=k_scale, v_scale=v_scale, kv_shard=kv_shard, softmax=softmax)
     if type(cu_seqlens_q) is not Tensor:
-        tensor("cu_seqlens_q", cu_seqlens_q)
+        hold_tensor("cu_seqlens_q", cu_seqlens_q)
     if type(causal) is not bool:
         raise invalid_type("causal", "must be a bool", repr(causal), "Pass True or False.")
     return attend(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v,
@@ -293,7 +293,7 @@ def pack_mask(masks: Tensor | Sequence[Tensor]) -> Tensor:
                       "Give a list of [n, n] for drafts of different lengths.")
     each = list(masks)
     for i, mask in enumerate(each):
-        tensor(f"masks[{i}]", mask, "Pass one bool tensor [n, n] for each request.")
+        hold_tensor(f"masks[{i}]", mask, "Pass one bool tensor [n, n] for each request.")
         if mask.dtype != torch.bool:
             raise invalid_type(f"masks[{i}]", "dtype must be bool", mask.dtype, "Compare, for example mask != 0.")
         if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
@@ -328,9 +328,9 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     0.6931471824645996
     """
     if type(outs) is not Tensor:
-        tensor("outs", outs, "Stack the states with torch.stack.")
+        hold_tensor("outs", outs, "Stack the states with torch.stack.")
     if type(lses) is not Tensor:
-        tensor("lses", lses, "Stack the states with torch.stack.")
+        hold_tensor("lses", lses, "Stack the states with torch.stack.")
     if wants_grad(outs, lses):
         return NoBackward.apply("outs", ops.merge_states, outs, lses)  # type: ignore[no-any-return, no-untyped-call]
     return ops.merge_states(outs, lses)  # type: ignore[no-any-return]
@@ -346,10 +346,10 @@ def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Returns [..., N] in that dtype; sums are in float32. All tensors live on the CPU and have one dtype.
     Raises InvalidArgument or InvalidType for shapes, dtypes and devices that break these rules, and under autograd.
     """
-    tensor("x", x)
-    tensor("weight", weight)
+    hold_tensor("x", x)
+    hold_tensor("weight", weight)
     if bias is not None:
-        tensor("bias", bias, "Pass a torch.Tensor or None.")
+        hold_tensor("bias", bias, "Pass a torch.Tensor or None.")
     if wants_grad(x, weight, bias):
         return NoBackward.apply("x", ops.flat_linear, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
     return ops.flat_linear(x, weight, bias)  # type: ignore[no-any-return]

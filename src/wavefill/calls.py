@@ -59,15 +59,15 @@ def attend(
         v_cache = k_cache.v
         k_cache = k_cache.k
     if type(q) is not Tensor:
-        tensor("q", q)
+        hold_tensor("q", q)
     if type(k_cache) is not Tensor:
-        tensor("k_cache", k_cache, "Pass a tensor, or the KVPages of PagedKVCache.view(layer).")
+        hold_tensor("k_cache", k_cache, "Pass a tensor, or the KVPages of PagedKVCache.view(layer).")
     if v_cache is not None and type(v_cache) is not Tensor:
-        tensor("v_cache", v_cache)
+        hold_tensor("v_cache", v_cache)
     if type(seq_lens) is not Tensor:
-        tensor("seq_lens", seq_lens, "Pass torch.tensor(lengths, dtype=torch.int32).")
+        hold_tensor("seq_lens", seq_lens, "Pass torch.tensor(lengths, dtype=torch.int32).")
     if block_table is not None and type(block_table) is not Tensor:
-        tensor("block_table", block_table)
+        hold_tensor("block_table", block_table)
     if scale is not None and type(scale) is not float:
         scale = number("scale", scale)
     if window is not None and (type(window) is not int or abs(window) > MAX_INT):
@@ -83,11 +83,11 @@ def attend(
     if softcap is not None and type(softcap) is not float:
         softcap = number("softcap", softcap)
     if sinks is not None and type(sinks) is not Tensor:
-        tensor("sinks", sinks)
+        hold_tensor("sinks", sinks)
     if alibi_slopes is not None and type(alibi_slopes) is not Tensor:
-        tensor("alibi_slopes", alibi_slopes)
+        hold_tensor("alibi_slopes", alibi_slopes)
     if mask is not None and type(mask) is not Tensor:
-        tensor("mask", mask, "Make it with wavefill.pack_mask(masks).")
+        hold_tensor("mask", mask, "Make it with wavefill.pack_mask(masks).")
     if type(return_lse) is not bool:
         raise invalid_type("return_lse", "must be a bool", repr(return_lse), "Pass True or False.")
     if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
@@ -98,7 +98,7 @@ def attend(
     arguments = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v, text,
                  max_seq_len, max_q_len, sm_budget, softcap, sinks, alibi_slopes, mask)
     if out is not None and type(out) is not Tensor:
-        tensor("out", out)
+        hold_tensor("out", out)
     if (q.is_cuda and v_cache is not None and cu_seqlens_q is None and head_dim_v is None
             and softcap is None and sinks is None and alibi_slopes is None and not torch.compiler.is_compiling()):
         known = direct.attend(q, k_cache, v_cache, seq_lens, block_table, scale, window, text, sm_budget, out,
@@ -109,7 +109,9 @@ def attend(
         lse = ops.attention_out(*arguments, out=out)
         return (out, lse) if return_lse else out
     if wants_grad(q, k_cache, v_cache, sinks, alibi_slopes):
-        fresh, lse = NoBackward.apply("q", ops.attention, *arguments)  # type: ignore[no-untyped-call]
+        whose = next((name for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
+                      if x is not None and x.requires_grad), "q")
+        fresh, lse = NoBackward.apply(whose, ops.attention, *arguments)  # type: ignore[no-untyped-call]
     else:
         fresh, lse = ops.attention(*arguments)
     return (fresh, lse) if return_lse else fresh
@@ -156,7 +158,7 @@ _INSTEAD = {
 }
 
 
-def tensor(name: str, value: object, next_step: str = "Pass a torch.Tensor.") -> None:
+def hold_tensor(name: str, value: object, next_step: str = "Pass a torch.Tensor.") -> None:
     """Raises unless value is a tensor; callers ask only for what is not plainly one."""
     if not isinstance(value, Tensor):
         raise invalid_type(name, "must be a torch.Tensor", type(value).__name__, next_step)

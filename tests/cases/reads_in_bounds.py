@@ -7,6 +7,7 @@ Usage: python reads_in_bounds.py            every dtype
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import sys
 from pathlib import Path
@@ -71,7 +72,23 @@ def main(dtype: torch.dtype) -> None:
                     with helpers.using_isa(isa):
                         ops.attention_out(q, k, v, lens, table, schedule="stream_k", out=out)
                     torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+    for n in TAILS:
+        drafts(dtype, fences, n)
     print(f"{len(shapes)} shapes of {dtype} in bounds")
+
+
+def drafts(dtype: torch.dtype, fences: list[Fence], n: int) -> None:
+    """n query tokens of a request: nothing past the mask's last word, the sinks or the slopes is read."""
+    case = helpers.make_case([n + 70], q_lens=[n], HQ=5, KH=1, D=8, dtype=dtype, softcap=2.0, sinks=True,
+                             alibi_slopes=True, mask=True)
+    want, _ = helpers.run(case)
+    for at_end in (True, False):
+        placed = [f.place(t, at_end) for f, t in zip(fences, (case.sinks, case.alibi_slopes, case.mask), strict=False)]
+        fenced = dataclasses.replace(case, sinks=placed[0], alibi_slopes=placed[1], mask=placed[2])
+        for isa in helpers.cpu_isas():
+            print(dtype, isa, "drafts of", n, "end" if at_end else "start", flush=True)
+            with helpers.using_isa(isa):
+                torch.testing.assert_close(helpers.run(fenced)[0], want, rtol=0.02, atol=0.02)
 
 
 def overrun() -> None:
