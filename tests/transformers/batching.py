@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny import WITHOUT_SDPA, liven
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 VOCABULARY = 199
@@ -29,8 +30,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
     "mistral-window": ("Mistral", {"sliding_window": 9}),
     "qwen2-mixed": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
+    "gemma3": ("Gemma3", {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 5}),
+    "gpt-oss": ("GptOss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
-WINDOWED = ("mistral-window", "qwen2-mixed")
+WINDOWED = ("mistral-window", "qwen2-mixed", "gemma2", "gemma3", "gpt-oss")
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +52,19 @@ def cheap() -> Iterator[None]:
 
 @cache
 def stock(family: str) -> PreTrainedModel:
-    """The model with its eager attention, never enabled. Weights are scaled up, so that tokens vary with the keys."""
+    """The model with its eager attention, never enabled."""
     name, extra = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**_COMMON, **extra)
+    kind = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(3)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(4)
+    model = liven(kind(kind.config_class(**_COMMON, **extra)).eval())
     model.set_attn_implementation("eager")
     return model
 
 
-def fresh(family: str, implementation: str = "sdpa") -> PreTrainedModel:
-    """A copy of `stock(family)` to be enabled."""
+def fresh(family: str, implementation: str | None = None) -> PreTrainedModel:
+    """A copy of `stock(family)` to be enabled, with sdpa where the family has it and nothing else is asked for."""
     model = copy.deepcopy(stock(family))
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation(implementation or ("eager" if family in WITHOUT_SDPA else "sdpa"))
     return model
 
 

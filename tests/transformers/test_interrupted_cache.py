@@ -248,7 +248,7 @@ class Changes:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_change_is_made_or_not_made(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PagedKVCache", functools.partial(PagedKVCache, page_size=PAGE))
-    changes, start, want = Changes(seed), Rows(LAYERS), []
+    changes, start, want = Changes(seed), Rows(range(LAYERS)), []
     for _ in range(0 if kind == "first" else 2 + seed):
         change, want = changes.any(want)
         change(start)

@@ -34,15 +34,20 @@ _SMALL: dict[str, Any] = {
 }
 #: model class -> (configuration besides, what the message must name).
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
-    "Gemma2ForCausalLM": ({}, "soft cap"),
-    "GptOssForCausalLM": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
+    "Gemma2ForCausalLM": ({"attn_logit_softcapping": 0.0}, "a soft cap that is not above 0"),
+    "Gemma3ForCausalLM": ({"use_bidirectional_attention": True}, "attention that is not causal"),
+    "Gemma3ForConditionalGeneration": ({}, "images, whose tokens see each other both ways"),
     "BloomForCausalLM": ({"n_head": 4, "n_layer": 2}, "ALiBi"),
     "DeepseekV3ForCausalLM": ({"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
                                "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1,
                                "topk_group": 1}, "MLA"),
-    "Qwen3NextForCausalLM": ({"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1,
+    "Qwen3NextForCausalLM": ({"num_experts": 2, "num_experts_per_tok": 1, "layer_types": ["linear_attention"] * 2,
                               "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-                              "linear_value_head_dim": 8}, "without attention"),
+                              "linear_value_head_dim": 8}, "no layer with attention"),
+    "Lfm2MoeForCausalLM": ({"num_experts": 2, "num_experts_per_tok": 1, "num_dense_layers": 1,
+                            "layer_types": ["conv", "full_attention"]}, "without attention"),
+    "FalconH1ForCausalLM": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+                            "without attention"),
     "MambaForCausalLM": ({"state_size": 4}, "without attention"),
     "T5ForConditionalGeneration": ({"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4,
                                     "decoder_start_token_id": 0}, "encoder or cross-attention"),
@@ -57,7 +62,12 @@ UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
 def test_models_that_are_not_served_are_refused_by_name(name: str) -> None:
     extra, reason = UNSERVED[name]
     kind = getattr(transformers, name)
-    config = kind.config_class(**{**_SMALL, **extra})
+    small = _SMALL
+    if name == "Gemma3ForConditionalGeneration":
+        tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "image_size": 16, "patch_size": 8}
+        small = {"text_config": _SMALL, "vision_config": tower, "mm_tokens_per_image": 4}
+    config = kind.config_class(**{**small, **extra})
     model = kind(config).eval()
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModel, match=rf"{name} .*{reason}.*Run it with its own attention"):
@@ -82,7 +92,7 @@ def test_layers_that_are_not_numbered_in_order_are_refused(kept: tuple[int, ...]
     """As when layers were dropped or repeated by hand: the cache would count a forward as never finished."""
     model = fresh("llama")
     model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in kept])
-    with pytest.raises(UnsupportedModel, match=r"layer_idx .* from 0 to 2, .*num_hidden_layers.*; got \[.*Set config"):
+    with pytest.raises(UnsupportedModel, match=r"layer_idx .* be \[0, 1, 2\], .*_hidden_layers .*; got \[.*Set config"):
         enable(model)
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = index
@@ -126,8 +136,9 @@ def test_layers_dropped_since_enable_are_noticed() -> None:
     model = enable(fresh("llama"))
     layers, model.model.layers = model.model.layers, model.model.layers[:2]
     cache = WavefillCache(model)
+    refused = r"all its 3 layers with attention .* got 2 .*Undo .*disable\("
     for _ in range(2):
-        with torch.no_grad(), pytest.raises(UnsupportedModel, match=r"all its 3 layers .* got 2 .*Undo .*disable\("):
+        with torch.no_grad(), pytest.raises(UnsupportedModel, match=refused):
             model(plain(), **{CACHE: cache})
         assert cache.get_seq_length() == 0
     model.model.layers = layers
@@ -201,9 +212,9 @@ def test_other_caches_of_the_caller_are_refused() -> None:
         pass
 
     with pytest.raises(InvalidArgument, match="Mine"):
-        adopt(Mine(), 3)
+        adopt(Mine(), stock("llama").config)
     with pytest.raises(InvalidType, match="tuple"):
-        adopt((), 3)
+        adopt((), stock("llama").config)
 
 
 @pytest.mark.parametrize("previous", ["sdpa", "eager"])

@@ -1,6 +1,6 @@
 """Small random models of every served family, and what stock transformers makes of them, for the tests beside.
 
-Weights are scaled up, so that tokens depend on all keys and vary. Head counts, group and head sizes are odd ones.
+Head counts, group and head sizes are odd ones.
 """
 
 from __future__ import annotations
@@ -40,6 +40,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("Phi3", {"head_dim": 8, "sliding_window": 7}),
 }
 WINDOWED = tuple(name for name, (_, extra) in FAMILIES.items() if extra.get("sliding_window"))
+#: Families with something between the product and the softmax: a soft cap, sinks, a scale of the configuration's.
+SCORED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 7}),
+    "gemma2-d256": ("Gemma2", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 256,
+                               "sliding_window": 7, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 144}),
+    "gemma2-uncapped": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": None}),
+    "gemma3": ("Gemma3", {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 7}),
+    "gemma3-d256": ("Gemma3", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256,
+                               "sliding_window": 9, "sliding_window_pattern": 3}),
+    "gpt-oss": ("GptOss", {"sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2}),
+}
+#: Families with layers that have a state in place of K and V: recurrent ones, and convolutions alone.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", {"num_hidden_layers": 5, "full_attention_interval": 2, "num_experts": 3,
+                                 "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                                 "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4,
+                                 "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12}),
+    "lfm2": ("Lfm2", {"num_hidden_layers": 5, "head_dim": 8, "block_auto_adjust_ff_dim": False,
+                      "layer_types": ["conv", "full_attention", "full_attention", "conv", "full_attention"]}),
+    "lfm2-attention-first": ("Lfm2", {"num_hidden_layers": 4, "head_dim": 8, "block_auto_adjust_ff_dim": False,
+                                      "layer_types": ["full_attention", "conv", "conv", "full_attention"]}),
+}
+#: Those that transformers compares with eager: it has no sdpa for them, or one that leaves the soft cap out.
+WITHOUT_SDPA = ("gemma2", "gemma2-d256", "gemma2-uncapped", "gpt-oss")
+_ALL = {**FAMILIES, **SCORED, **HYBRIDS}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,21 +76,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def build(family: str, seed: int = 5, **more: Any) -> PreTrainedModel:
-    """A model of its own, fp32 and in eval mode, with sdpa."""
-    name, extra = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**_COMMON, **extra, **more})
-    torch.manual_seed(seed)
-    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for weight in model.parameters():
+def liven(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with larger weights, so that tokens depend on all keys and vary."""
+    for name, weight in model.named_parameters():
         if weight.dim() > 1:
             weight.data.mul_(4)
+        elif name.endswith("sinks"):
+            weight.data.normal_()
+    return model
+
+
+def build(family: str, seed: int = 5, **more: Any) -> PreTrainedModel:
+    """A model of its own, fp32 and in eval mode, with sdpa, or eager where there is none."""
+    name, extra = _ALL[family]
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    torch.manual_seed(seed)
+    model: PreTrainedModel = liven(kind(kind.config_class(**{**_COMMON, **extra, **more})).eval())
+    if family in WITHOUT_SDPA:
+        model.set_attn_implementation("eager")
     return model
 
 
 @cache
 def stock(family: str) -> PreTrainedModel:
-    """The family's model with sdpa, shared by all tests and never enabled."""
+    """The family's model, shared by all tests and never enabled."""
     return build(family)
 
 

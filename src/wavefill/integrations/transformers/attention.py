@@ -21,6 +21,7 @@ from wavefill.integrations.transformers.current import get_step, untraced
 from wavefill.integrations.transformers.names import name_over
 from wavefill.integrations.transformers.rows import Step
 from wavefill.integrations.transformers.support import PREVIOUS
+from wavefill.scores import NONE, Options
 from wavefill.spec import UnsupportedModel, invalid
 
 Result = tuple[Tensor, Tensor | None]
@@ -56,6 +57,8 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> Result:
     """One layer's attention.
@@ -63,26 +66,30 @@ def attention(
     query:          [B, HQ, q_len, D].
     key, value:     [B, KH, q_len, D] and [B, KH, q_len, DV], the new tokens alone when there is a step.
     attention_mask: the step, or what the mask function of `previous` made.
+    softcap, s_aux: the soft cap on scores and the sinks [HQ] of families that have them.
     Returns [B, q_len, HQ, DV], zero where a query has no real token to attend, and None for the weights. A query that
     is padding attends the real tokens before it, as in sdpa: its own key is no key, but generate may sample from it.
     """
+    # Names that a family does not pass are not passed on: its own functions may not know them.
+    scores: dict[str, Any] = {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     if not isinstance(attention_mask, Step):
         if continuous.is_paged_call(kwargs):
             paged: Result = continuous.forward(
                 module, query, key, value, attention_mask,
-                dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs,
+                dropout=dropout, scaling=scaling, sliding_window=sliding_window, **scores, **kwargs,
             )
             return paged
         return _stock(previous, module)(
             module, query, key, value, attention_mask,
-            dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs,
+            dropout=dropout, scaling=scaling, sliding_window=sliding_window, **scores, **kwargs,
         )
     if dropout:
         raise invalid("attention_dropout", "must be 0 with a wavefill cache", dropout, "Call model.eval() first.")
-    for name in _UNSERVED:
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"model: {type(module).__name__} passes {name}=, which wavefill doesn't compute in "
-                                   "transformers yet. Call wavefill.integrations.transformers.disable(model).")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModel(
+            f"model: {type(module).__name__} passes position_bias=, which wavefill doesn't compute in transformers. "
+            "Call wavefill.integrations.transformers.disable(model)."
+        )
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise invalid("is_causal", "must be true with a wavefill cache", False,
@@ -91,16 +98,20 @@ def attention(
     step.attended += 1
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if step.has_late_padding or (sliding_window is not None and step.has_hole):
-        return _masked(step, module, query, scale, sliding_window), None
+        return _masked(step, module, query, scale, sliding_window, scores), None
+    options = _options(softcap, s_aux)
     if step.is_decode:
-        return _decode(step, module, query, scale, sliding_window), None
-    if step.is_prefill and (sliding_window is None or step.q_len <= sliding_window):
+        return _decode(step, module, query, scale, sliding_window, options), None
+    if step.is_prefill and options is NONE and (sliding_window is None or step.q_len <= sliding_window):
         return _prefill(step, module, query, key, value, scale), None
-    return _extend(step, module, query, scale, sliding_window), None
+    return _extend(step, module, query, scale, sliding_window, options), None
 
 
-#: Attention arguments of other families; a layer that passes one is not the layer that was checked.
-_UNSERVED = ("softcap", "s_aux", "position_bias")
+def _options(softcap: float | None, sinks: Tensor | None) -> Options:
+    """What the kernels take besides the window; sinks in float32, whatever the model computes in."""
+    if softcap is None and sinks is None:
+        return NONE
+    return Options(softcap=softcap, sinks=None if sinks is None else sinks.detach().float().contiguous())
 
 
 def _stock(previous: str, module: torch.nn.Module) -> Callable[..., Result]:
@@ -110,11 +121,13 @@ def _stock(previous: str, module: torch.nn.Module) -> Callable[..., Result]:
     return cast("Callable[..., Result]", _attentions[previous])
 
 
-def _decode(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
+def _decode(
+    step: Step, module: Any, query: Tensor, scale: float, window: int | None, options: Options
+) -> Tensor:
     """One real query token a row, over its pages."""
-    pages = step.rows.pages.view(module.layer_idx)
+    pages = step.rows.view(module.layer_idx)
     out = kernels.attention(
-        query[:, :, 0], pages, step.seq_lens, step.block_table, None, scale=scale, window=window
+        query[:, :, 0], pages, step.seq_lens, step.block_table, None, scale=scale, window=window, options=options
     )
     return out[:, None]
 
@@ -135,15 +148,17 @@ def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor,
     return out
 
 
-def _extend(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
+def _extend(
+    step: Step, module: Any, query: Tensor, scale: float, window: int | None, options: Options
+) -> Tensor:
     """Several query tokens a row, or some of them padding, over the pages, each row aligned at its end."""
     batch, heads, q_len, size = query.shape
     packed = query.transpose(1, 2).reshape(batch * q_len, heads, size)
     if step.index is not None:
         packed = packed[step.index]
-    pages = step.rows.pages.view(module.layer_idx)
+    pages = step.rows.view(module.layer_idx)
     out = kernels.attention(
-        packed, pages, step.seq_lens, step.block_table, step.cu_seqlens_q, scale=scale, window=window
+        packed, pages, step.seq_lens, step.block_table, step.cu_seqlens_q, scale=scale, window=window, options=options
     )
     if step.index is not None:
         full = out.new_zeros(batch * q_len, heads, out.shape[-1])
@@ -152,10 +167,13 @@ def _extend(step: Step, module: Any, query: Tensor, scale: float, window: int | 
     return out.view(batch, q_len, heads, -1)
 
 
-def _masked(step: Step, module: Any, query: Tensor, scale: float, window: int | None) -> Tensor:
+def _masked(
+    step: Step, module: Any, query: Tensor, scale: float, window: int | None, scores: dict[str, Any]
+) -> Tensor:
     """Queries that the kernels have no form for: padding after real tokens, whose last key is not its own, and windows
     over padding between real tokens, which the window counts and the pages don't have. torch's attention with the mask
-    that sdpa has, on a copy of the layer with every slot, as slow as stock transformers.
+    that sdpa has, on a copy of the layer with every slot, as slow as stock transformers; with a soft cap or sinks
+    (`scores`) the family's own, since sdpa has neither.
     """
     assert step.mask is not None
     slots = step.past + step.q_len
@@ -165,4 +183,9 @@ def _masked(step: Step, module: Any, query: Tensor, scale: float, window: int | 
     seen = (positions <= queries) & step.mask[:, None, None]
     if window is not None:
         seen &= positions > queries - window
-    return _stock("sdpa", module)(module, query, keys, values, seen, dropout=0.0, scaling=scale)[0]
+    if not scores:
+        return _stock("sdpa", module)(module, query, keys, values, seen, dropout=0.0, scaling=scale)[0]
+    hidden = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+    out = _stock("eager", module)(module, query, keys, values, hidden, dropout=0.0, scaling=scale, **scores)[0]
+    # Where nothing is seen, every key is hidden alike, and the family's own would take their mean.
+    return out * seen.any(-1)[:, 0, :, None, None]

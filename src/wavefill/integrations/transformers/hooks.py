@@ -70,7 +70,7 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
                       "Pass use_cache=False for a mask of your own, or call disable(model).")
     # Only now, so that a new DynamicCache is left as it is by a call that is refused.
     made = WavefillCache(decoder) if held is None else None
-    rows = adopt(held if made is None else made, config.num_hidden_layers)
+    rows = adopt(held if made is None else made, config)
     set_step(rows.begin(inputs.shape[0], inputs.shape[1], attention_mask, config))
     if made is None:
         return None
@@ -89,9 +89,9 @@ def after(decoder: PreTrainedModel, args: Any, kwargs: Any, output: Any) -> None
         step.rows.end(step, returned=returned and whole)
         if returned and not whole:
             raise UnsupportedModel(
-                f"model: all its {layers} layers must attend through wavefill; got {step.attended} in this forward. "
-                "Undo what was changed since enable(model) (layers dropped, an attention patched), or call "
-                "disable(model)."
+                f"model: all its {layers} layers with attention must attend through wavefill; got {step.attended} in "
+                "this forward. Undo what was changed since enable(model) (layers dropped, an attention patched), or "
+                "call disable(model)."
             )
 
 

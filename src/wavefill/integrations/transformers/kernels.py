@@ -12,6 +12,7 @@ from torch import Tensor
 from wavefill import checks, ops
 from wavefill.backends import cpu
 from wavefill.cache import KVPages
+from wavefill.scores import Options
 from wavefill.spec import invalid, invalid_type
 
 
@@ -38,10 +39,12 @@ def attention(
     *,
     scale: float,
     window: int | None,
+    options: Options,
 ) -> Tensor:
     """Causal attention of packed queries [T, HQ, D] over a layer's pages, [T, HQ, DV]; rows align at their ends.
 
     seq_lens: [B] int32; block_table: [B, max_pages] int32; cu_seqlens_q: [B + 1] int32, or None for one query a row.
+    options: soft cap and sinks.
     """
     if query.dtype != pages.k.dtype:
         raise _other_dtype("query", query, pages.k)
@@ -51,7 +54,7 @@ def attention(
     cpu.attention(
         query if query.stride(2) == 1 else query.contiguous(), pages.k, pages.v, seq_lens, block_table, cu_seqlens_q,
         out, None, scale=scale, causal=True, window=window,
-        schedule=ops.cpu_schedule(HQ, KH, D, DV, checks.DTYPE_NAMES[query.dtype]),
+        schedule=ops.cpu_schedule(HQ, KH, D, DV, checks.DTYPE_NAMES[query.dtype]), options=options,
     )
     return out
 

@@ -5,7 +5,8 @@ tokens lie packed in its pages, in order, so its length is its own. What the two
 
 What a cache holds is one object, `Held`, which one assignment replaces, for a forward once it has returned. So one that
 fails or is interrupted leaves the cache as it was. Pages are taken before that assignment and given up after it; what
-an unfinished change left of them is cleared away before the next one.
+an unfinished change left of them is cleared away before the next one. States of layers without K and V change while a
+forward runs; a copy of what they were belongs to the `Held` that they were beside, and is put back when that one stays.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavefill.cache import PagedKVCache
+from wavefill.cache import KVPages, PagedKVCache
 from wavefill.checks import DTYPE_NAMES
 from wavefill.integrations.transformers import kernels
+from wavefill.integrations.transformers.states import Saved, States
 from wavefill.pages import picks_of
 from wavefill.spec import invalid, invalid_type
 
@@ -142,10 +144,19 @@ class Held:
 
 
 class Rows:
-    """Rows of a cache of `layers` layers."""
+    """Rows of a cache.
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    numbers: of the layers with K and V, as the model counts its layers.
+    states:  of the other layers.
+    """
+
+    def __init__(self, numbers: Iterable[int], states: States | None = None) -> None:
+        #: Number of a layer in the model -> its place in the pages, which have no room for layers without K and V.
+        self.places = {number: place for place, number in enumerate(numbers)}
+        self.layers = len(self.places)
+        self.states = States() if states is None else states
+        #: What the states were beside which `Held`, while a change is under way.
+        self._before: tuple[Held, list[Saved]] | None = None
         self.held = Held()
         self._pages: PagedKVCache | None = None
         #: Whether the pages may have more than `held` says: while something changes, and after it was interrupted.
@@ -167,6 +178,10 @@ class Rows:
         assert self._pages is not None
         return self._pages
 
+    def view(self, layer: int) -> KVPages:
+        """The pages of a layer, by its number in the model."""
+        return self.pages.view(self.places[layer])
+
     # -- the steps ----------------------------------------------------------------------------------------------
 
     def begin(self, batch: int, q_len: int, attention_mask: Tensor | None, config: Any) -> Step:
@@ -180,6 +195,7 @@ class Rows:
         held = self.held
         if not held.slots:
             mask = self._continued(batch, q_len, attention_mask)
+            self._save()
             return Step(self, config, batch, q_len, 0, mask, (0,) * batch, ())
         if batch != self.batch:
             raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
@@ -188,6 +204,7 @@ class Rows:
         ids, lengths = held.ids, held.lengths
         if mask is not None:
             ids, lengths = self._without(mask[:, :held.slots])
+        self._save()
         return Step(self, config, batch, q_len, held.slots, mask, lengths, ids)
 
     def _continued(self, batch: int, q_len: int, attention_mask: Tensor | None) -> Tensor | None:
@@ -216,14 +233,14 @@ class Rows:
 
     def write(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new K [batch, KH, q_len, D] and V [batch, KH, q_len, DV]; each layer once, in order."""
-        if not layer == step.written == step.attended:
+        if not self.places.get(layer) == step.written == step.attended:
             # Among others by a model that isn't enabled, which found the step that Ctrl-C had left.
             raise invalid("past_key_values", "must be written by an enabled model, each layer once and in order",
                           f"layer {layer} after {step.written} of them",
                           "Call wavefill.integrations.transformers.enable(model) first, and pass this cache to it.")
         if step.slots is None:
             step.slots = self._reserve(step, key, value)
-        kernels.append(self.pages.view(layer), _packed(step, key), _packed(step, value), step.slots)
+        kernels.append(self.view(layer), _packed(step, key), _packed(step, value), step.slots)
         step.written += 1
 
     def end(self, step: Step, *, returned: bool) -> None:
@@ -234,8 +251,18 @@ class Rows:
             self._changing = before.ids != step.ids
         self._settle()
 
+    def _save(self) -> None:
+        """Before the states change: they go back to what they are now unless `held` is replaced."""
+        if self.states.layers:
+            self._before = (self.held, self.states.save())
+
     def _settle(self) -> None:
         """Give up the pages of what the cache does not hold: of a forward that did not return, or was replaced."""
+        if self._before is not None:
+            held, saved = self._before
+            if held is self.held:
+                self.states.restore(saved)
+            self._before = None
         if self._changing and self._pages is not None:
             self._pages.restore(dict(zip(self.held.ids, self.held.lengths, strict=True)))
         self._changing = False
@@ -302,7 +329,10 @@ class Rows:
         kept = held.slots - count
         if kept <= 0:
             self.reset()
-        elif count:
+            return
+        self._save()
+        self.states.crop(count, kept)
+        if count:
             lost = [count] * self.batch if held.mask is None else held.mask[:, kept:].sum(1).tolist()
             lengths = tuple(map(sub, held.lengths, lost))
             mask = None if held.mask is None else _padding(held.mask[:, :kept])
@@ -310,7 +340,7 @@ class Rows:
             self.held = Held(held.ids, kept, mask, lengths)
             for row, length in zip(held.ids, lengths, strict=True):
                 self.pages.truncate(row, length)
-            self._changing = False
+        self._before, self._changing = None, False
 
     def gather(self, index: Iterable[int], name: str = "index") -> None:
         """Make row i a copy of what row index[i] was, for every i: pages are shared, not copied. name: for errors."""
@@ -319,6 +349,8 @@ class Rows:
         if not held.slots:
             return
         picks = picks_of(name, index, self.batch)
+        self._save()
+        self.states.pick(picks)
         seen: set[int] = set()
         ids: list[int] = []
         self._changing = True
@@ -330,10 +362,13 @@ class Rows:
             mask=None if held.mask is None else _padding(held.mask[list(picks)]),
         )
         self.pages.free([row for row in held.ids if row not in set(ids)])
-        self._changing = False
+        self._before, self._changing = None, False
 
     def reset(self) -> None:
         """Forget every row; the pages stay allocated for the next ones."""
+        self._settle()
+        self._save()
+        self.states.forget()
         self._changing = True
         self.held = Held()
         self._settle()
@@ -341,12 +376,13 @@ class Rows:
     def dense(self, layer: int, step: Step | None = None) -> tuple[Tensor, Tensor]:
         """Copies of a layer's K [batch, KH, slots, D] and V [batch, KH, slots, DV], zero at padding.
 
+        layer: its number in the model.
         step: the one in progress, whose tokens are among them; None: as the last forward that returned left them.
         """
         held = self.held if step is None else Held(step.ids, step.past + step.q_len, step.mask, step.lengths)
         tokens = torch.arange(max(held.lengths, default=0), device="cpu")
         places = [self._places(row, tokens[:n]) for row, n in zip(held.ids, held.lengths, strict=True)]
-        pages = self.pages.view(layer)
+        pages = self.view(layer)
         out: list[Tensor] = []
         for cache in (pages.k, pages.v):
             full = cache.new_zeros(len(held.ids), held.slots, *cache.shape[2:])

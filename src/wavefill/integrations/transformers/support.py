@@ -8,14 +8,20 @@ else is refused with the class, the feature and the next step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Model
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3TextModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssModel
+from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention, Lfm2Model
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3Model
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextModel
 
 from wavefill.backends import cpu
 from wavefill.checks import DTYPE_NAMES
@@ -31,8 +37,18 @@ FAMILIES: dict[type, type] = {
     Qwen3Model: Qwen3Attention,
     MistralModel: MistralAttention,
     Phi3Model: Phi3Attention,
+    Gemma2Model: Gemma2Attention,
+    Gemma3TextModel: Gemma3Attention,
+    GptOssModel: GptOssAttention,
+    Qwen3NextModel: Qwen3NextAttention,
+    Lfm2Model: Lfm2Attention,
 }
-FAMILY_NAMES = "Llama, Qwen2, Qwen3, Mistral and Phi-3"
+#: Those of them with layers that have a state in place of K and V, which stay as they are.
+HYBRIDS = (Qwen3NextModel, Lfm2Model)
+FAMILY_NAMES = "Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-2, Gemma-3 (text), gpt-oss, Qwen3-Next and LFM2"
+
+#: Kinds of layers, as `layer_types` of a configuration names them, that keep K and V.
+_WITH_KEYS = ("full_attention", "sliding_attention")
 
 #: Attention implementations that an enabled model may come from (and goes back to).
 PREVIOUS = ("sdpa", "eager")
@@ -47,6 +63,15 @@ def decoder_of(model: object) -> PreTrainedModel:
         raise invalid_type("model", "must be a transformers PreTrainedModel", type(model).__name__,
                            "Load it with AutoModelForCausalLM.from_pretrained(...).")
     return model.base_model
+
+
+def layers_with_keys(config: PretrainedConfig) -> tuple[int, ...]:
+    """Numbers of a decoder's layers that keep K and V: all but those with linear attention or a convolution."""
+    count = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None)
+    return tuple(range(count)) if kinds is None else tuple(
+        number for number, kind in enumerate(kinds[:count]) if kind in _WITH_KEYS
+    )
 
 
 def check_model(model: object) -> PreTrainedModel:
@@ -68,20 +93,27 @@ def check_model(model: object) -> PreTrainedModel:
 
 def _refusal(name: str, what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"model: {name} {what}. Run it with its own attention (sdpa), or use a model of the {FAMILY_NAMES} families."
+        f"model: {name} {what}. Run it with its own attention, or use a model of the {FAMILY_NAMES} families."
     )
 
 
 def _check_layers(name: str, attention: type, config: PretrainedConfig, decoder: PreTrainedModel) -> None:
+    numbers = list(layers_with_keys(config))
+    if not numbers:
+        raise _refusal(name, "has no layer with attention, so there is nothing to do for wavefill")
     for layer in decoder.layers:
-        if type(layer.self_attn) is not attention:
-            raise _refusal(name, f"has {type(layer.self_attn).__name__} in place of {attention.__name__}")
+        module = getattr(layer, "self_attn", None)
+        if module is not None and type(module) is not attention:
+            raise _refusal(name, f"has {type(module).__name__} in place of {attention.__name__}")
     # The cache takes K and V of each layer once and in order; layers that were dropped or moved keep their numbers.
-    numbers = [layer.self_attn.layer_idx for layer in decoder.layers[: config.num_hidden_layers]]
-    if numbers != list(range(config.num_hidden_layers)):
+    layers = decoder.layers[: config.num_hidden_layers]
+    there = [(at, layer.self_attn.layer_idx) for at, layer in enumerate(layers) if hasattr(layer, "self_attn")]
+    if there != [(number, number) for number in numbers]:
+        places, indices = map(list, zip(*there, strict=True)) if there else ([], [])
         raise UnsupportedModel(
-            f"model: layer_idx of its layers must go from 0 to {config.num_hidden_layers - 1}, as num_hidden_layers "
-            f"says; got {numbers}. Set config.num_hidden_layers, and each layer.self_attn.layer_idx, to what is there."
+            f"model: layer_idx of its layers with attention must be {numbers}, as num_hidden_layers and layer_types "
+            f"say; got {indices} in places {places}. Set config.num_hidden_layers and config.layer_types, and each "
+            "layer.self_attn.layer_idx, to what is there."
         )
 
 
@@ -95,7 +127,7 @@ def _check_storage(name: str, decoder: PreTrainedModel) -> None:
 
 def _check_shapes(name: str, config: PretrainedConfig, decoder: PreTrainedModel) -> None:
     # The head size that the modules use, since configurations spell it in three ways.
-    size = int(decoder.layers[0].self_attn.head_dim)
+    size = int(decoder.layers[layers_with_keys(config)[0]].self_attn.head_dim)
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
     if heads % kv_heads:
         raise _refusal(name, f"has {heads} query heads over {kv_heads} KV heads, which don't divide evenly")
@@ -122,12 +154,14 @@ _FEATURES: dict[str, Callable[[Any, PreTrainedModel], bool]] = {
     "an encoder or cross-attention": lambda config, decoder: (
         _has(config, "is_encoder_decoder", "add_cross_attention") or _modules_have(decoder, "encoder_attn")
     ),
+    "images, whose tokens see each other both ways": lambda config, decoder: _modules_have(decoder, "vision_tower"),
     "attention that is not causal": lambda config, decoder: (
-        getattr(config, "is_causal", True) is False
+        getattr(config, "is_causal", True) is False or _has(config, "use_bidirectional_attention")
         or any(getattr(module, "is_causal", True) is False for module in decoder.modules())
     ),
-    "a soft cap on attention scores": lambda config, decoder: _has(config, "attn_logit_softcapping"),
-    "attention sinks": lambda config, decoder: _modules_have(decoder, "sinks"),
+    "a soft cap that is not above 0, or not finite": lambda config, decoder: (
+        (cap := getattr(config, "attn_logit_softcapping", None)) is not None and not 0 < cap < inf
+    ),
     "ALiBi": lambda config, decoder: (
         _has(config, "alibi") or getattr(config, "model_type", None) in ("bloom", "mpt")
         or getattr(config, "position_embedding_type", None) == "alibi"
@@ -135,7 +169,10 @@ _FEATURES: dict[str, Callable[[Any, PreTrainedModel], bool]] = {
     "latent KV (MLA)": lambda config, decoder: _has(config, "kv_lora_rank"),
     "chunked attention": lambda config, decoder: _has(config, "attention_chunk_size"),
     "layers that share their KV": lambda config, decoder: _has(config, "num_kv_shared_layers"),
-    "layers without attention (linear attention, state space)": lambda config, decoder: bool(
-        _layer_types(config) - {"full_attention", "sliding_attention", "chunked_attention"}
-    ) or _has(config, "state_size", "mamba_d_state", "ssm_state_size"),
+    "layers without attention (linear attention, state space) that no test has seen": lambda config, decoder: (
+        type(decoder) not in HYBRIDS and (
+            bool(_layer_types(config) - {*_WITH_KEYS, "chunked_attention"})
+            or _has(config, "state_size", "mamba_d_state", "ssm_state_size")
+        )
+    ),
 }

@@ -31,7 +31,8 @@ from wavefill.integrations.transformers.continuous.call import MARKS, Mask, Pass
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract, Shape
 from wavefill.integrations.transformers.continuous.detect import detect, refusal
 from wavefill.integrations.transformers.names import BATCHED, plain_name, previous_of
-from wavefill.spec import BackendUnavailable, invalid
+from wavefill.integrations.transformers.support import HYBRIDS, decoder_of
+from wavefill.spec import BackendUnavailable, UnsupportedModel, invalid
 
 _PACKAGE = "transformers.generation.continuous_batching"
 
@@ -119,7 +120,8 @@ def init_continuous_batching(
 ) -> Any:
     """A manager whose batches go through wavefill; the model's own method otherwise.
 
-    Raises `BackendUnavailable` when the installed transformers has no tested contract, before anything is changed.
+    Raises `BackendUnavailable` when the installed transformers has no tested contract, and `UnsupportedModel` for a
+    model with states in place of K and V, before anything is changed.
     """
     stock = getattr(type(self), _OPEN)
     name = self.config._attn_implementation
@@ -127,6 +129,11 @@ def init_continuous_batching(
     if previous_of(name) is None:  # set to another attention since `enable`
         return stock(self, generation_config=generation_config, workload_hints=workload_hints,
                      continuous_batching_config=continuous_batching_config)
+    if isinstance(decoder_of(self), HYBRIDS):
+        raise UnsupportedModel(
+            f"model: {type(self).__name__} has layers with a state in place of K and V, for which transformers' "
+            "continuous batching has no cache. Call generate() with a batch."
+        )
     contract = contract_of(self)
     kept = getattr(self, "_cached_continuous_batching_manager", None)
     if kept is not None and kept not in _managers:
