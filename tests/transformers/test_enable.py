@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from batching import settings
 from tiny import (
     CACHE,
     FAMILIES,
+    HYBRIDS,
     build,
     expected,
     fresh,
@@ -36,7 +38,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from wavefill import InvalidArgument
 from wavefill.integrations.transformers import WavefillCache, disable, enable, kernels
-from wavefill.integrations.transformers.cache import PagedLayer
+from wavefill.integrations.transformers.cache import PagedLayer, StateLayer
 
 pytestmark = pytest.mark.transformers
 
@@ -59,8 +61,10 @@ def everything(model: PreTrainedModel) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("previous", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "mistral-window", "phi3"])
+@pytest.mark.parametrize(("family", "previous"), [
+    *product(["llama", "qwen2-mixed", "mistral-window", "phi3", "gemma3", *HYBRIDS], ["sdpa", "eager"]),
+    ("gemma2", "eager"), ("gpt-oss", "eager"),
+])
 def test_disable_leaves_no_trace(family: str, previous: str) -> None:
     model = fresh(family)
     model.set_attn_implementation(previous)
@@ -75,7 +79,7 @@ def test_disable_leaves_no_trace(family: str, previous: str) -> None:
         assert after[name] == before[name], name
     out = model.generate(plain(), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
     assert type(out[CACHE]) is DynamicCache
-    assert not any(isinstance(layer, PagedLayer) for layer in out[CACHE].layers)
+    assert not any(isinstance(layer, PagedLayer | StateLayer) for layer in out[CACHE].layers)
 
 
 def test_enabling_and_disabling_twice_is_the_same_as_once() -> None:

@@ -40,7 +40,7 @@ from wavefill.integrations.transformers.cache import PagedLayer, StateLayer, lay
 
 pytestmark = pytest.mark.transformers
 
-RECURRENT, CONVOLUTION = "qwen3-next", ("lfm2", "lfm2-attention-first")
+RECURRENT, CONVOLUTION = ("qwen3-next", "granite-hybrid"), ("lfm2", "lfm2-attention-first")
 
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Any = None, mask: Tensor | None = None) -> Any:
@@ -77,7 +77,7 @@ def test_logits_are_those_of_eager(family: str, previous: str, pads: tuple[int, 
                                   "dynamic", "assistant"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_tokens_are_those_of_the_stock_model(family: str, mode: str) -> None:
-    if mode == "assistant" and family == RECURRENT:
+    if mode == "assistant" and family in RECURRENT:
         pytest.skip("transformers has none for it, see below")
     assert torch.equal(MODES[mode](enable(fresh(family))), expected((mode,), family, MODES[mode]))
 
@@ -98,7 +98,7 @@ def test_attention_goes_through_wavefill_and_the_rest_is_transformers(family: st
         PagedLayer if kind == "full_attention" else StateLayer for kind in kinds]
     assert len(rows_of(ours).places) == rows_of(ours).pages.layers == kinds.count("full_attention")
     pairs = list(zip(states_of(ours), states_of(theirs), strict=True))
-    assert len(pairs) == (len(kinds) - kinds.count("full_attention")) * (2 if family == RECURRENT else 1)
+    assert len(pairs) == (len(kinds) - kinds.count("full_attention")) * (2 if family in RECURRENT else 1)
     for got, want in pairs:
         alike(got, want)
     for (k, v, *_), layer in zip(ours, [x for x in theirs.layers if not isinstance(x, LinearAttentionLayer)],
@@ -213,11 +213,11 @@ def test_a_prompt_shorter_than_the_convolution_goes_back(family: str, prompt: in
 def test_what_a_state_cannot_undo_is_refused(family: str) -> None:
     model, ids = enable(fresh(family)), plain(14)
     cache = WavefillCache(model)
-    rule = (r"recurrent states.*copy\.deepcopy\(cache\)" if family == RECURRENT
+    rule = (r"recurrent states.*copy\.deepcopy\(cache\)" if family in RECURRENT
             else r"not recorded.*activate_past_recording\(\)")
     forward(model, ids[:, :9], cache)
     before = states_of(cache)
-    for recording in (False, True)[: 2 if family == RECURRENT else 1]:
+    for recording in (False, True)[: 2 if family in RECURRENT else 1]:
         if recording:
             cache.activate_past_recording()
         with pytest.raises(InvalidArgument, match=f"tokens_to_remove: .*{rule}"):
@@ -228,8 +228,9 @@ def test_what_a_state_cannot_undo_is_refused(family: str) -> None:
     alike(forward(model, ids[:, 9:], cache).logits, forward(stock(family), ids).logits[:, 9:])
 
 
-def test_assisted_decoding_of_a_recurrent_model_is_refused_by_transformers() -> None:
-    for model in (stock(RECURRENT), enable(fresh(RECURRENT))):
+@pytest.mark.parametrize("family", RECURRENT)
+def test_assisted_decoding_of_a_recurrent_model_is_refused_by_transformers(family: str) -> None:
+    for model in (stock(family), enable(fresh(family))):
         with pytest.raises(ValueError, match="stateful"):
             tokens(model, plain(), prompt_lookup_num_tokens=3)
 
@@ -262,8 +263,9 @@ def test_a_forward_that_does_not_return_leaves_the_cache_as_it_was(family: str, 
     model, reference = enable(fresh(family)), stock(family)
     batch = padded(2, 20, (3, 0))
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    places = ["model.rotary_emb"] + [name for name, _ in model.named_modules() if name.count(".") == 3 and
-                                     name.endswith(("self_attn", "linear_attn", "conv", "mlp", "feed_forward"))]
+    parts = ("self_attn", "linear_attn", "conv", "mamba", "mlp", "feed_forward", "shared_mlp")
+    places = ["model.rotary_emb", *(name for name, _ in model.named_modules()
+                                    if name.count(".") == 3 and name.endswith(tuple("." + part for part in parts)))]
     assert len(places) == 1 + 2 * len(model.model.layers)
     for place in places:
         cache = WavefillCache(model)
@@ -282,13 +284,13 @@ def test_whatever_comes_next_sees_the_cache_as_it_was(family: str, change: str) 
     model, reference = enable(fresh(family)), stock(family)
     ids = plain(20, 2)
     cache = WavefillCache(model)
-    if family != RECURRENT:
+    if family not in RECURRENT:
         cache.activate_past_recording()
     forward(model, ids[:, :10], cache)
     interrupt(model, f"model.layers.{len(model.model.layers) - 1}", KeyboardInterrupt,
               lambda: forward(model, ids[:, 10:], cache))
     kept, rows = ids[:, :10], [0, 1]
-    if change == "crop" and family != RECURRENT:
+    if change == "crop" and family not in RECURRENT:
         cache.crop(-1)
         kept = ids[:, :9]
     elif change == "crop":
@@ -337,10 +339,10 @@ def test_states_and_pages_change_together_or_not_at_all(kind: str, monkeypatch: 
         made = rows.begin(*ids.shape, None, None)
         for layer in rows.states.layers:
             new = ids[:, None].float()
-            full = new if layer.kept[0] is None else torch.cat([layer.kept[0], new], -1)
-            if layer.kept[0] is not None:
-                layer.kept[0].fill_(-1.0)  # as a model that writes in place
-            layer.kept[0], layer.has_previous_state[0], layer.conv_kernel_size[0] = full, True, 2
+            full = new if layer.convolutions[0] is None else torch.cat([layer.convolutions[0], new], -1)
+            if layer.convolutions[0] is not None:
+                layer.convolutions[0].fill_(-1.0)  # as a model that writes in place
+            layer.convolutions[0], layer.has_previous_state[0], layer.conv_kernel_size[0] = full, True, 2
         for layer in rows.places:
             new = ids[:, None, :, None].expand(-1, 1, -1, 4).float()
             rows.write(made, layer, new, new)
@@ -350,7 +352,7 @@ def test_states_and_pages_change_together_or_not_at_all(kind: str, monkeypatch: 
     def holds(rows: Any) -> list[list[float]]:
         keys = rows.dense(next(iter(rows.places)))[0][:, 0, :, 0].tolist() if rows.slots else []
         for layer in rows.states.layers:
-            kept = layer.kept[0]
+            kept = layer.convolutions[0]
             assert (keys == []) == (kept is None)
             if kept is not None:
                 assert kept[:, 0].tolist() == [row[len(row) - kept.shape[-1]:] for row in keys]
@@ -384,7 +386,8 @@ def test_states_and_pages_change_together_or_not_at_all(kind: str, monkeypatch: 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_changed_models_are_refused(family: str) -> None:
     model = fresh(family)
-    attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
+    layers = model.model.layers
+    attention = next(layer.self_attn for layer in layers if getattr(layer, "self_attn", None) is not None)
 
     class Patched(type(attention)):  # type: ignore[misc]
         pass
@@ -393,7 +396,7 @@ def test_changed_models_are_refused(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"Patched in place of {kind.__name__}"):
         enable(model)
     attention.__class__ = kind
-    model.model.layers = model.model.layers[1:]
+    model.model.layers = layers[1:]
     with pytest.raises(UnsupportedModel, match=r"layer_idx .*layer_types say; got \[.*Set config"):
         enable(model)
 
@@ -418,7 +421,7 @@ def test_training_is_as_without_wavefill(family: str) -> None:
 
 
 def test_a_compiled_model_gives_the_same_tokens() -> None:
-    plainly = build(RECURRENT, num_hidden_layers=2)
+    plainly = build("qwen3-next", num_hidden_layers=2)
     model = enable(copy.deepcopy(plainly))
     model.compile(backend="eager")
     try:

@@ -30,6 +30,7 @@ from wavefill.integrations.transformers import enable
 pytestmark = pytest.mark.transformers
 
 MODELS = ("llama", "mistral-window", "qwen3-mixed")
+WITH_STATES = (*MODELS, "lfm2", "qwen3-next")
 _enabled: dict[str, PreTrainedModel] = {}
 
 
@@ -96,7 +97,7 @@ def test_prompts_that_end_in_padding_give_all_tokens_of_sdpa(family: str, shape:
 
 
 @pytest.mark.parametrize("first", [None, "right", "between and right"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", WITH_STATES)
 def test_turns_that_end_in_padding_give_all_tokens_of_sdpa(family: str, first: str | None) -> None:
     def turns(model: PreTrainedModel) -> list[Tensor]:
         ids, mask = plain(19, 3), torch.ones(3, 19, dtype=torch.long) if first is None else MASKS[first]
@@ -115,14 +116,14 @@ def test_turns_that_end_in_padding_give_all_tokens_of_sdpa(family: str, first: s
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", WITH_STATES)
 @pytest.mark.parametrize("steps", [[19], [12, 7], [3, 1, 1, 6, 8], [2] * 9 + [1]], ids=str)
 def test_left_padding_in_any_number_of_chunks(family: str, steps: list[int]) -> None:
     batch = padded(4, 19, (5, 0, 1, 18))
     agree(family, batch["input_ids"], batch["attention_mask"], steps)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", WITH_STATES)
 def test_right_padding(family: str) -> None:
     ids, mask = plain(19, 3), torch.ones(3, 19, dtype=torch.long)
     mask[0, 11:] = 0
@@ -132,7 +133,7 @@ def test_right_padding(family: str) -> None:
     agree(family, ids, mask, [17, 1, 1])
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", WITH_STATES)
 def test_padding_between_real_tokens(family: str) -> None:
     ids, mask = plain(24, 3), torch.ones(3, 24, dtype=torch.long)
     mask[0, 4:9] = 0
@@ -168,7 +169,7 @@ def test_a_query_with_nothing_real_before_it_gets_zero_from_attention() -> None:
     assert out[batch["attention_mask"].bool()].any(1).all()
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", WITH_STATES)
 def test_a_token_that_a_later_mask_leaves_out_is_forgotten(family: str) -> None:
     """As when generate derives the mask from padding tokens that the model itself produced."""
     ids = plain(22, 2)

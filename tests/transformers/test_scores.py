@@ -189,6 +189,24 @@ def test_sinks_of_a_model_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(sinks, layer.self_attn.sinks.float())
 
 
+def test_the_soft_cap_is_there_whatever_the_model_came_with() -> None:
+    """Up to 5.22 transformers loads Gemma-2 with sdpa, which leaves the soft cap out."""
+    model = copy.deepcopy(eager("gemma2"))
+    if not model._supports_sdpa:
+        pytest.skip("this transformers has no sdpa for Gemma-2")
+    model.set_attn_implementation("sdpa")
+    want, got = (in_pieces(one, plain(20), [12, 1, 7]) for one in (eager("gemma2"), enable(model)))
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_token_types_change_nothing_in_a_text_model() -> None:
+    ids, types = plain(20), torch.zeros(1, 20, dtype=torch.long)
+    types[0, 4:9] = 1
+    with torch.inference_mode():
+        want = eager("gemma3")(ids, token_type_ids=types).logits
+        torch.testing.assert_close(enabled("gemma3")(ids, token_type_ids=types).logits, want, **CLOSE)
+
+
 # -- the cases ----------------------------------------------------------------------------------------------------
 
 #: Without other layers around them, so that nothing but the window's edge decides.

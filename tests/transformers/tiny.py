@@ -51,12 +51,18 @@ SCORED: dict[str, tuple[str, dict[str, Any]]] = {
                                "sliding_window": 9, "sliding_window_pattern": 3}),
     "gpt-oss": ("GptOss", {"sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 2}),
 }
-#: Families with layers that have a state in place of K and V: recurrent ones, and convolutions alone.
+#: Families with layers that have a state in place of K and V: linear attention, state space (which decodes in place),
+#: and convolutions alone.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {"num_hidden_layers": 5, "full_attention_interval": 2, "num_experts": 3,
                                  "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                                  "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4,
                                  "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12}),
+    "granite-hybrid": ("GraniteMoeHybrid", {
+        "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 0, "shared_intermediate_size": 40,
+        "attention_multiplier": 0.3, "position_embedding_type": "rope", "mamba_n_heads": 6, "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 5, "head_dim": 8, "block_auto_adjust_ff_dim": False,
                       "layer_types": ["conv", "full_attention", "full_attention", "conv", "full_attention"]}),
     "lfm2-attention-first": ("Lfm2", {"num_hidden_layers": 4, "head_dim": 8, "block_auto_adjust_ff_dim": False,

@@ -50,8 +50,9 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch") -> Mode
     is written in place, and attend to it through wavefill's kernels. Prompts run at the speed that PyTorch has.
     Forwards that train, or run without a cache, are left as they were. `disable` undoes all of it.
 
-    model:     a decoder of the Llama, Qwen2, Qwen3, Mistral or Phi-3 families on the CPU, of any head
-               (`AutoModelForCausalLM`, or the bare `AutoModel`).
+    model:     a decoder on the CPU, of any head (`AutoModelForCausalLM`, or the bare `AutoModel`), of the families
+               Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-2, Gemma-3 (text), gpt-oss, Qwen3-Next, LFM2 or Granite 4
+               (hybrid). In the last three the layers that have states in place of K and V stay as they are.
     kv_format: "auto" keeps K and V in the model's own dtype.
     linear:    "torch" leaves the linear layers alone. "flat" has each plain `torch.nn.Linear` of `model`, a head
                included, compute calls of up to 16 rows (batch x tokens) with wavefill's kernel, which reads the weights

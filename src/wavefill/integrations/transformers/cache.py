@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from wavefill.integrations.transformers.current import get_step, untraced
 from wavefill.integrations.transformers.rows import Rows, Step
-from wavefill.integrations.transformers.states import States
+from wavefill.integrations.transformers.states import States, copies
 from wavefill.integrations.transformers.support import decoder_of, layers_with_keys
 from wavefill.spec import WavefillError, invalid, invalid_type
 
@@ -139,6 +139,8 @@ class PagedLayer(_Whole, CacheLayerMixin):  # type: ignore[misc]
 class StateLayer(_Whole, LinearAttentionLayer):  # type: ignore[misc]
     """Layer `index` of a cache, of a layer with states in place of K and V: transformers' own, but for the changes of
     the whole cache, and a recurrent state that is replaced where transformers copies the new one over the old.
+
+    Outside of a forward its states are copies, since models write into what they find.
     """
 
     def __init__(self, rows: Rows, index: int, number_of_states: int, record_past: bool) -> None:
@@ -149,12 +151,21 @@ class StateLayer(_Whole, LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
-        """The states of convolutions, by number; outside of a forward copies, since models write into them."""
-        return self.kept if self._is_running() else {at: x if x is None else x.clone() for at, x in self.kept.items()}
+        """The last inputs of each convolution, [batch, channels, tokens], by its number."""
+        return self.convolutions if self._is_running() else copies(self.convolutions)
 
     @conv_states.setter
     def conv_states(self, states: dict[int, Tensor | None]) -> None:
-        self.kept = states
+        self.convolutions = states
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """The recurrent states, [batch, ...], by number."""
+        return self.recurrent if self._is_running() else copies(self.recurrent)
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: dict[int, Tensor | None]) -> None:
+        self.recurrent = states
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Add the new columns [batch, channels, tokens], and return them behind those that were there."""
@@ -163,10 +174,10 @@ class StateLayer(_Whole, LinearAttentionLayer):  # type: ignore[misc]
         return states
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Keep the new state and return it; the old one is what a forward that does not return goes back to."""
+        """Keep the new state and return it."""
         _own_step(self.rows)
         self.is_recurrent_states_initialized[state_idx] = True
-        self.recurrent_states[state_idx] = recurrent_states
+        self.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
     def anew(self) -> StateLayer:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wavefill.spec import invalid
 
@@ -18,10 +19,15 @@ from wavefill.spec import invalid
 Saved = dict[str, Any]
 
 
+def copies(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
+    """The same states, to which nothing is written that is written to these."""
+    return {at: x if x is None else x.clone() for at, x in states.items()}
+
+
 class States:
     """The states of one cache.
 
-    layers: `StateLayer`s. A forward replaces a recurrent state, and writes that of a convolution in place.
+    layers: `StateLayer`s, whose `convolutions` and `recurrent` states forwards replace or write in place.
     """
 
     def __init__(self, layers: Sequence[Any] = ()) -> None:
@@ -32,7 +38,7 @@ class States:
         saved = [{name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
                  for layer in self.layers]
         for held in saved:
-            held["kept"] = {at: x if x is None else x.clone() for at, x in held["kept"].items()}
+            held.update({name: copies(held[name]) for name in ("convolutions", "recurrent")})
         return saved
 
     def restore(self, saved: list[Saved]) -> None:
@@ -49,7 +55,7 @@ class States:
         """Make row i a copy of what row picks[i] was."""
         index = torch.tensor(picks, dtype=torch.int64, device="cpu")
         for layer in self.layers:
-            for states in (layer.kept, layer.recurrent_states):
+            for states in (layer.convolutions, layer.recurrent):
                 states.update({at: x if x is None else x[index] for at, x in states.items()})
 
     def crop(self, count: int, left: int) -> None:
@@ -60,21 +66,21 @@ class States:
         before that is given up.
         """
         for layer in self.layers:
-            for at, state in layer.kept.items():
+            for at, state in layer.convolutions.items():
                 if count and layer.has_previous_state[at]:
                     _check_crop(layer, at, state, count, left)
         for layer in self.layers:
             if layer.record_past:
-                for at, state in layer.kept.items():
+                for at, state in layer.convolutions.items():
                     if state is not None:
                         stop = state.shape[-1] - count
-                        layer.kept[at] = state[..., max(stop - layer.conv_kernel_size[at], 0):stop]
+                        layer.convolutions[at] = state[..., max(stop - layer.conv_kernel_size[at], 0):stop]
 
 
 def _check_crop(layer: Any, at: int, state: Any, count: int, left: int) -> None:
     """Raise `InvalidArgument` unless state `at` of a layer can go back by `count` slots to `left`."""
     keep = "Keep copy.deepcopy(cache) of the place to return to."
-    if layer.recurrent_states[at] is not None:
+    if layer.recurrent[at] is not None:
         raise invalid("tokens_to_remove", "must be 0 or all tokens where a model has recurrent states", -count,
                       f"Such a state can't go back. {keep}")
     if not layer.record_past:

@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3TextModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssModel
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridAttention,
+    GraniteMoeHybridModel,
+)
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention, Lfm2Model
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
@@ -42,10 +46,12 @@ FAMILIES: dict[type, type] = {
     GptOssModel: GptOssAttention,
     Qwen3NextModel: Qwen3NextAttention,
     Lfm2Model: Lfm2Attention,
+    GraniteMoeHybridModel: GraniteMoeHybridAttention,
 }
 #: Those of them with layers that have a state in place of K and V, which stay as they are.
-HYBRIDS = (Qwen3NextModel, Lfm2Model)
-FAMILY_NAMES = "Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-2, Gemma-3 (text), gpt-oss, Qwen3-Next and LFM2"
+HYBRIDS = (Qwen3NextModel, Lfm2Model, GraniteMoeHybridModel)
+FAMILY_NAMES = ("Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-2, Gemma-3 (text), gpt-oss, Qwen3-Next, LFM2 and "
+                "Granite 4 (hybrid)")
 
 #: Kinds of layers, as `layer_types` of a configuration names them, that keep K and V.
 _WITH_KEYS = ("full_attention", "sliding_attention")
@@ -107,7 +113,8 @@ def _check_layers(name: str, attention: type, config: PretrainedConfig, decoder:
             raise _refusal(name, f"has {type(module).__name__} in place of {attention.__name__}")
     # The cache takes K and V of each layer once and in order; layers that were dropped or moved keep their numbers.
     layers = decoder.layers[: config.num_hidden_layers]
-    there = [(at, layer.self_attn.layer_idx) for at, layer in enumerate(layers) if hasattr(layer, "self_attn")]
+    there = [(at, layer.self_attn.layer_idx) for at, layer in enumerate(layers)
+             if getattr(layer, "self_attn", None) is not None]
     if there != [(number, number) for number in numbers]:
         places, indices = map(list, zip(*there, strict=True)) if there else ([], [])
         raise UnsupportedModel(
