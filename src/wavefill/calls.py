@@ -95,12 +95,15 @@ def attend(
     if impl != "auto" and q.device.type != impl:
         raise _impl_elsewhere(impl, q.device)
     text = schedule if isinstance(schedule, str) and schedule.isascii() else ops.encode_schedule(schedule)
-    arguments = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v, text,
-                 max_seq_len, max_q_len, sm_budget, softcap, sinks, alibi_slopes, mask)
+    arguments: tuple[Any, ...] = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window,
+                                  head_dim_v, text, max_seq_len, max_q_len, sm_budget)
+    bare = softcap is None and sinks is None and alibi_slopes is None and mask is None
+    if not bare:  # what is left out costs nothing on its way through the dispatcher
+        arguments += (softcap, sinks, alibi_slopes, mask)
     if out is not None and type(out) is not Tensor:
         hold_tensor("out", out)
-    if (q.is_cuda and v_cache is not None and cu_seqlens_q is None and head_dim_v is None
-            and softcap is None and sinks is None and alibi_slopes is None and not torch.compiler.is_compiling()):
+    if (bare and q.is_cuda and v_cache is not None and cu_seqlens_q is None and head_dim_v is None
+            and not torch.compiler.is_compiling()):
         known = direct.attend(q, k_cache, v_cache, seq_lens, block_table, scale, window, text, sm_budget, out,
                               return_lse)
         if known is not None:

@@ -105,11 +105,21 @@ def attention(
         *q.stride()[:2], *k_cache.stride(), *v_cache.stride(), *out.stride()[:2],
         *((0, 0) if lse is None else lse.stride()),
         DTYPE_CODES[q.dtype], scale, causal, window or 0, tile, kind, param, workers, threads,
-        options.softcap or 0.0, *(0 if x is None else x.data_ptr() for x in (options.sinks, options.alibi_slopes)),
-        *((0, 0) if options.mask is None else (options.mask.data_ptr(), options.mask.shape[1])),
+        *(_NO_OPTIONS if options is NONE else _options(options)),
     )
     if fault is not None:
         raise value_error(*fault, capacity=k_cache.shape[1] * max_pages, pages=pages, tokens=T)
+
+
+#: What stands for `NONE` in a call of the core.
+_NO_OPTIONS = (0.0, 0, 0, 0, 0)
+
+
+def _options(options: Options) -> tuple[float, int, int, int, int]:
+    """Soft cap, the addresses of sinks, slopes and mask, and the mask's words; 0 for what is not there."""
+    mask = options.mask
+    sinks, slopes, bits = (0 if x is None else x.data_ptr() for x in (options.sinks, options.alibi_slopes, mask))
+    return options.softcap or 0.0, sinks, slopes, bits, 0 if mask is None else mask.shape[1]
 
 
 def _key_ranges(

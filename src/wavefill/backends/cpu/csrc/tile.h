@@ -326,10 +326,12 @@ struct TileWork {
     constexpr int R = kRows<MR>;
     const int64_t used = now.count * R, padded = pad_to(used, kW);
     float *x = buffers.scores;
-    const V scale = vset(scale_of_max(p));
-    if (!scaled_last(p)) finish<MR>(r, head, now);
+    const bool last = scaled_last(p);
+    const V scale = vset(last ? p.scale : 1.0f);
+    if (!last) finish<MR>(r, head, now);
     for (int64_t i = used; i < padded; ++i) x[i] = -INFINITY;
-    for (int i = 0; i < MR; ++i) hide<R>(x + i, (r + i) / p.G, now);
+    for (int i = 0; i < MR; ++i) hide<R>(x + i, row.pos0 + (r + i) / p.G, now);
+    if (p.mask) hide_drafts<MR>(r, now);
 
     V top = vload(x);
     for (int64_t i = kW; i < padded; i += kW) top = vmax(top, vload(x + i));
@@ -380,23 +382,25 @@ struct TileWork {
     }
   }
 
-  // Masks the keys of the tile that query token `i` of the row does not see; its scores are x[0], x[R], ...
+  // Masks the keys of the tile that a query at `pos` does not see; its scores are x[0], x[R], ...
   template <int R>
-  WF_INLINE void hide(float *x, int64_t i, const Tokens &now) {
-    const int64_t n = now.count, pos = row.pos0 + i;
-    if (p.mask) hide_draft<R>(x, p.mask + (row.q0 + i) * p.mask_words, now);
+  WF_INLINE void hide(float *x, int64_t pos, const Tokens &now) {
+    const int64_t n = now.count;
     if (p.causal && pos + 1 - now.from < n)
       for (int64_t t = pos + 1 < now.from ? 0 : pos + 1 - now.from; t < n; ++t) x[t * R] = -INFINITY;
     if (p.window)
       for (int64_t t = 0; t < n && t < pos - p.window + 1 - now.from; ++t) x[t * R] = -INFINITY;
   }
 
-  // The same for the tokens of the draft that the query token's row of the mask leaves out.
-  template <int R>
-  WF_OUTLINE void hide_draft(float *x, const uint32_t *seen, const Tokens &now) {
-    for (int64_t t = now.from < row.draft ? row.draft - now.from : 0; t < now.count; ++t) {
-      const int64_t j = now.from + t - row.draft;
-      if (!(seen[j / 32] >> (j % 32) & 1u)) x[t * R] = -INFINITY;
+  // The same for the tokens of the draft that the rows of the mask leave out.
+  template <int MR>
+  WF_OUTLINE void hide_drafts(int64_t r, const Tokens &now) {
+    for (int i = 0; i < MR; ++i) {
+      const uint32_t *seen = p.mask + (row.q0 + (r + i) / p.G) * p.mask_words;
+      for (int64_t t = now.from < row.draft ? row.draft - now.from : 0; t < now.count; ++t) {
+        const int64_t j = now.from + t - row.draft;
+        if (!(seen[j / 32] >> (j % 32) & 1u)) buffers.scores[t * kRows<MR> + i] = -INFINITY;
+      }
     }
   }
 
