@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers.generation")
@@ -16,23 +18,35 @@ from wavefill.integrations.transformers.continuous.contract import Decode, Ragge
 pytestmark = pytest.mark.transformers
 
 HQ, KH, D, DV = 6, 2, 16, 8
-OPTIONS = {"scale": D**-0.5, "softcap": None, "sinks": None}
+OPTIONS: dict[str, Any] = {"scale": D**-0.5, "softcap": None, "sinks": None}
+#: As Gemma-2 and gpt-oss pass them, and both at once.
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": OPTIONS, "softcap": {**OPTIONS, "softcap": 0.7},
+    "sinks": {**OPTIONS, "sinks": torch.linspace(-2, 3, HQ)},
+    "both": {"scale": 0.6, "softcap": 0.7, "sinks": torch.linspace(-2, 3, HQ)},
+}
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _alone(q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
     """Attention of q [n, HQ, D] that ends the keys k [m, KH, D], in float64: [n, HQ, DV]."""
     at = torch.arange(len(k) - len(q), len(k))[:, None]
     key = torch.arange(len(k))
     seen = (key <= at) & (key > at - (len(k) if window is None else window))
     k, v = (x.double().repeat_interleave(HQ // KH, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * OPTIONS["scale"]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options["scale"]
+    if options["softcap"] is not None:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    weights = scores.masked_fill(~seen, -torch.inf)
+    if options["sinks"] is not None:
+        weights = torch.cat([weights, options["sinks"].double()[:, None, None].expand(-1, len(q), 1)], 2)
+    return torch.einsum("hqk,khd->qhd", weights.softmax(-1)[..., :len(k)], v)
 
 
 def _starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("storage", ["packed", "slots"])
 @pytest.mark.parametrize("lengths", [
@@ -40,7 +54,7 @@ def _starts(lengths: list[int]) -> Tensor:
     [(3, 700), *[(1, n) for n in range(1, 12)], (0, 0), (2, 40)],
 ], ids=["one-key", "one-prompt", "one-chunk", "prompts", "mixed", "one-long"])
 def test_ragged(
-    lengths: list[tuple[int, int]], storage: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    lengths: list[tuple[int, int]], storage: str, window: int | None, scores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed keys and scattered token slots, windows too; one long request beside short ones stays within memory.
 
@@ -66,14 +80,14 @@ def test_ragged(
         k_pool, v_pool = torch.full((keys + 20, KH, D), torch.nan), torch.full((keys + 20, KH, DV), torch.nan)
         k_pool[slots], v_pool[slots] = k, v
         batch = Ragged(k_pool, v_pool, slots, _starts(q_lens), _starts(k_lens))
-    out = run(batch, q, Plans(), window=window, **OPTIONS)
+    out = run(batch, q, Plans(), window=window, **SCORES[scores])
     assert out.shape == (1, tokens + padding, HQ, DV)
     assert not out[0, tokens:].any()
     queries = q[0].transpose(0, 1)
     first_q, first_k = _starts(q_lens).tolist(), _starts(k_lens).tolist()
     for i, (n, m) in enumerate(lengths):
         want = _alone(queries[first_q[i]:first_q[i + 1]], k[first_k[i]:first_k[i + 1]], v[first_k[i]:first_k[i + 1]],
-                      window) if m else torch.zeros(n, HQ, DV)
+                      window, SCORES[scores]) if m else torch.zeros(n, HQ, DV)
         torch.testing.assert_close(out[0, first_q[i]:first_q[i + 1]].double(), want.double(), atol=2e-6, rtol=1e-5)
     assert sum(tables) <= 4 * keys
 
@@ -92,8 +106,9 @@ def test_plans_are_made_once() -> None:
     assert other[0].table.tolist() == [[8, 7, 6], [5, 4, 4]]
 
 
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["apart", "interleaved"])
-def test_decode(interleaved: bool) -> None:
+def test_decode(interleaved: bool, scores: str) -> None:
     """One token a request: it is written to its page and attended to; padded rows are neither, and give 0.
 
     A length of 0 or less and a missing first page both mark a padded row. Nothing but the new tokens is written.
@@ -110,7 +125,7 @@ def test_decode(interleaved: bool) -> None:
             table[row, column] = next(order)
     k, v, q = torch.randn(7, KH, D), torch.randn(7, KH, D), torch.randn(1, HQ, 7, D)
     before = [k_pages.clone(), v_pages.clone()]
-    out = run(Decode(k_pages, v_pages, table, lengths, k, v), q, Plans(), window=None, **OPTIONS)
+    out = run(Decode(k_pages, v_pages, table, lengths, k, v), q, Plans(), window=None, **SCORES[scores])
     assert out.shape == (1, 7, HQ, D)
     written = 0
     for row, n in enumerate(lengths.tolist()):
@@ -123,7 +138,7 @@ def test_decode(interleaved: bool) -> None:
         torch.testing.assert_close(keys[-1], k[row], atol=0, rtol=0)
         torch.testing.assert_close(values[-1], v[row], atol=0, rtol=0)
         torch.testing.assert_close(keys[:-1], before[0][where][:-1], atol=0, rtol=0)
-        want = _alone(q[0, :, row][None], keys, values, None)
+        want = _alone(q[0, :, row][None], keys, values, None, SCORES[scores])
         torch.testing.assert_close(out[0, row][None].double(), want, atol=2e-6, rtol=1e-5)
         written += 1
     changed = (k_pages != before[0]).any(-1).any(-1).sum()

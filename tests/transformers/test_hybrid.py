@@ -161,6 +161,17 @@ def test_reset_and_any_number_of_rows_after_it(family: str) -> None:
     assert torch.equal(tokens(model, plain(9), 12, **{CACHE: cache}), want)
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(family: str) -> None:
+    model, ids = enable(fresh(family)), plain(16)
+    cache = WavefillCache(model)
+    for start, stop, mode in ((0, 9, torch.inference_mode), (9, 10, torch.no_grad), (10, 11, torch.inference_mode),
+                              (11, 15, torch.no_grad), (15, 16, torch.no_grad)):
+        with mode():
+            logits = model(ids[:, start:stop], use_cache=True, **{CACHE: cache}).logits
+    alike(logits[:, -1], forward(stock(family), ids).logits[:, -1])
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_copies_go_on_apart(family: str, how: str) -> None:

@@ -34,11 +34,12 @@ class States:
         self.layers = tuple(layers)
 
     def save(self) -> list[Saved]:
-        """All that the layers hold, for `restore`."""
+        """All that the layers hold, for `restore`; they go on with copies of it, which models may write into."""
         saved = [{name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
                  for layer in self.layers]
-        for held in saved:
-            held.update({name: copies(held[name]) for name in ("convolutions", "recurrent")})
+        for layer in self.layers:
+            # Made here and now, so that a cache that was filled in inference mode goes on outside of it.
+            layer.convolutions, layer.recurrent = copies(layer.convolutions), copies(layer.recurrent)
         return saved
 
     def restore(self, saved: list[Saved]) -> None:
