@@ -73,6 +73,21 @@ def test_logits_are_those_of_eager(family: str, previous: str, pads: tuple[int, 
     alike(got[mask.bool()], want[mask.bool()])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_logits_in_16_bits_are_as_near_float32_as_those_of_eager(family: str, dtype: torch.dtype) -> None:
+    batch = padded(3, 40, (11, 0, 2))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    low = fresh(family).to(dtype)
+    low.set_attn_implementation("eager")
+    real = mask.bool()
+    truth = teacher_forced(copy.deepcopy(low).float(), ids, mask, 21)[real]
+    errors = [(teacher_forced(model, ids, mask, 21)[real].float() - truth).abs()
+              for model in (copy.deepcopy(low), enable(low))]
+    assert errors[1].max() <= 2 * errors[0].max()
+    assert errors[1].mean() <= 1.2 * errors[0].mean()
+
+
 @pytest.mark.parametrize("mode", ["sampling", "return-sequences", "sampled-beams", "embeddings", "without-cache",
                                   "dynamic", "assistant"])
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -236,6 +251,24 @@ def test_what_a_state_cannot_undo_is_refused(family: str) -> None:
         assert cache.get_seq_length() == 9
         assert all(map(torch.equal, states_of(cache), before))
     cache.crop(0)
+    alike(forward(model, ids[:, 9:], cache).logits, forward(stock(family), ids).logits[:, 9:])
+
+
+@pytest.mark.parametrize("before", ["a refusal", "Ctrl-C"])
+@pytest.mark.parametrize("family", CONVOLUTION)
+def test_recording_that_begins_late_goes_on(family: str, before: str) -> None:
+    """What a refusal tells one to do helps; nothing that was not finished before turns the recording off again."""
+    model, ids = enable(fresh(family)), plain(14)
+    cache = WavefillCache(model)
+    forward(model, ids[:, :9], cache)
+    if before == "Ctrl-C":
+        interrupt(model, "model.layers.3", KeyboardInterrupt, lambda: forward(model, ids[:, :2], cache))
+    else:
+        with pytest.raises(InvalidArgument, match="activate_past_recording"):
+            cache.crop(-1)
+    cache.activate_past_recording()
+    forward(model, ids[:, :3], cache)
+    cache.crop(-3)
     alike(forward(model, ids[:, 9:], cache).logits, forward(stock(family), ids).logits[:, 9:])
 
 

@@ -190,7 +190,7 @@ def test_sinks_of_a_model_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_soft_cap_is_there_whatever_the_model_came_with() -> None:
-    """Up to 5.22 transformers loads Gemma-2 with sdpa, which leaves the soft cap out."""
+    """Older releases load Gemma-2 with sdpa, which leaves the soft cap out."""
     model = copy.deepcopy(eager("gemma2"))
     if not model._supports_sdpa:
         pytest.skip("this transformers has no sdpa for Gemma-2")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wavefill.spec import invalid
 
-#: What one layer held: its attributes by name.
+#: What one layer held: its attributes by name, but for `record_past`, which is asked for at any time.
 Saved = dict[str, Any]
 
 
@@ -35,8 +35,8 @@ class States:
 
     def save(self) -> list[Saved]:
         """All that the layers hold, for `restore`; they go on with copies of it, which models may write into."""
-        saved = [{name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
-                 for layer in self.layers]
+        saved = [{name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()
+                  if name != "record_past"} for layer in self.layers]
         for layer in self.layers:
             # Made here and now, so that a cache that was filled in inference mode goes on outside of it.
             layer.convolutions, layer.recurrent = copies(layer.convolutions), copies(layer.recurrent)
