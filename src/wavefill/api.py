@@ -143,8 +143,9 @@ def decode_attention(
     InvalidArgument.
 
     On a GPU (compute capability 8.0 or higher; head sizes up to 256, up to 128 query heads a KV head) the call takes at
-    most three launches and no synchronisation: every worker derives its tiles from `seq_lens`, so one captured CUDA
-    graph serves any lengths up to the table's width. Values are looked at under WAVEFILL_CHECK=1 alone.
+    most three launches, `attention` four, and no synchronisation: every worker derives its tiles from `seq_lens`, so
+    one captured CUDA graph serves any lengths up to the table's width, and any query tokens of each request. Values are
+    looked at under WAVEFILL_CHECK=1 alone.
 
     Returns out [B, HQ, DV] in q's dtype, and with `return_lse` (out, lse [B, HQ] float32). A request without keys
     gives 0 and -inf, or with sinks 0 and the sink. To merge parts of one request's keys give sinks to one of them.
@@ -244,7 +245,7 @@ def attention(
 
     q:            [T, HQ, D], the query tokens of all requests, packed.
     cu_seqlens_q: [B + 1] int32, where each request's tokens start in q; starts at 0, never decreases.
-    max_q_len:    an upper bound of the query tokens of a request known to the host.
+    max_q_len:    an upper bound of the query tokens of a request known to the host; give it for drafts on a GPU.
     causal:       query i of n sits at position seq_len - n + i and sees no later key (bottom-right); False: it sees
                   every key of its request. `window` keeps to positions up to the query's own in both cases.
     mask:         [T, W] int32 from `pack_mask`: which query tokens of its own request each query token sees (a tree of

@@ -12,14 +12,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from wavefill.backends.gpu import configs, hopper, kernels, launch
+from wavefill.backends.gpu import configs, kernels, launch, nvrtc
 from wavefill.backends.gpu.configs import Config
-from wavefill.backends.gpu.hopper import Build
 from wavefill.backends.gpu.kernels import Variant
+from wavefill.backends.gpu.nvrtc import Build
+from wavefill.backends.gpu.variants import ROUNDS, STREAM_K, Switches
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 GROUPS = (1, 4, 8, 16, 32, 64, 128)
+#: Group sizes and most query tokens of a request, for products of 16, 32 and 64 queries and a group of their own size.
+QUERIES = ((4, 4), (4, 8), (4, None), (128, None))
 #: One for each way of cutting, and each code of its own that a kernel has for it.
 SCHEDULES: tuple[Schedule, ...] = (StreamK(), Fixed(), Invariant())
 HOPPER = "cuda:90"
@@ -40,7 +43,7 @@ class Job:
 
     @property
     def kernel(self) -> str:
-        return "hopper" if isinstance(self.variant, Build) else self.variant.kernel
+        return self.variant.entry if isinstance(self.variant, Build) else self.variant.kernel
 
     @property
     def name(self) -> str:
@@ -48,8 +51,9 @@ class Job:
             return f"{self.target} {self.variant}"
         have = dict(self.variant.constants)
         parts = [f"{key}{have[key]:d}" for key in ("D", "DV", "GP", "T", "STAGES", "COLUMNS", "STATES") if key in have]
-        parts += [f"kind{have['KIND']}", f"{self.variant.num_warps}warps"]
-        parts += [key.lower() for key in ("PAGED", "PAGE", "UNIT", "SCANNED", "BY_WORKER", "PDL") if have.get(key)]
+        parts += [*([f"kind{have['KIND']}"] if "KIND" in have else []), f"{self.variant.num_warps}warps"]
+        parts += [key.lower() for key in ("PAGED", "UNIT", "SCANNED", "BY_WORKER", "PDL", "SEVERAL", "CAPPED", "SLOPED",
+                                          "SINKS", "MASKED") if have.get(key)]
         return " ".join([self.target, self.variant.kernel, self.variant.dtype, *parts])
 
 
@@ -68,17 +72,19 @@ class Result:
 
 def variants(config: Config, D: int, G: int, schedule: Schedule, *, DV: int | None = None, dtype: str = "bfloat16",
              B: int = 4, KH: int = 8, page_size: int | None = 16, aligned: bool = True, pdl: bool = True,
-             ) -> list[Variant | Build]:
-    """All kernels of a call of that shape."""
-    DV, HQ = D if DV is None else DV, KH * G
+             several: bool = False, optional: bool = False) -> list[Variant | Build]:
+    """All kernels of a call of that shape; `several` query tokens of each of B requests, all options or none."""
+    DV, HQ, T = D if DV is None else DV, KH * G, B * 8 if several else B
     pages, tokens = (64, page_size) if page_size else (B, 512)
     strides = [(tokens * KH * n, KH * n, n, 1) for n in (D, DV)]
-    table = ((B, 9), (9, 1)) if page_size else None
-    call = launch._plan(dtype, (B, HQ, D), (HQ * D, D, 1), (pages, tokens, KH, D), strides[0], (pages, tokens, KH, DV),
-                        strides[1], table, (HQ * DV, DV, 1), (HQ, 1), aligned, D**-0.5, None, schedule, config,
-                        SMS * config.ctas, pdl, False)
-    attention = call.attention.build if isinstance(call.attention, hopper.Launch) else call.attention
-    return [variant for variant in (call.prefix, attention, call.merge) if variant is not None]
+    call = launch.make(launch.Geometry(
+        dtype, ((T, HQ, D), (HQ * D, D, 1)), ((pages, tokens, KH, D), strides[0]),
+        ((pages, tokens, KH, DV), strides[1]),
+        ((B, 9), (9, 1)) if page_size else None, (HQ * DV, DV, 1), (HQ, 1), aligned, D**-0.5,
+        requests=B if several else None, softcap=30.0 if optional else None, sinks=optional, sloped=optional,
+        mask=(1, 1) if several and optional else (0, 0)), schedule, config, SMS * config.ctas, pdl)
+    attention = call.attention if isinstance(call.attention, Variant) else call.attention.build
+    return [variant for variant in (call.expand, call.prefix, attention, call.merge) if variant is not None]
 
 
 def hopper_jobs() -> Iterator[Job]:
@@ -97,6 +103,24 @@ def hopper_jobs() -> Iterator[Job]:
             config = configs.hopper(D, DV, G, copies)
             yield from jobs(config, HOPPER, variants(config, D, G, schedule, DV=DV, dtype=dtype, page_size=page_size,
                                                      B=B))
+        for D, G in ((64, 16), (128, 4), (128, 16), (192, 16), (256, 2)):
+            config = configs.hopper(D, D, G, "boxes")
+            yield from jobs(config, HOPPER, variants(config, D, G, schedule, optional=True))
+
+
+def many_jobs() -> Iterator[Job]:
+    """The Hopper kernel of several query tokens: each way of cutting with all options, and some with none or one."""
+    every = Switches(True, True, True, True, True)
+    for D, most, kind in itertools.product((64, 128), (8, None), range(ROUNDS + 1)):
+        config = configs.many(8, most)
+        some = [every]
+        if kind in (STREAM_K, ROUNDS):
+            some.append(Switches(True))
+        if kind == STREAM_K and D == 128 and most is None:
+            some += [Switches(True, *(i == j for j in range(4))) for i in range(4)]
+            yield Job(launch.many_build("float16", D, config, kind, 0, True, every), HOPPER)
+        for switches in some:
+            yield Job(launch.many_build("bfloat16", D, config, kind, 16, False, switches), HOPPER)
 
 
 def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int]) -> Iterator[Job]:
@@ -113,6 +137,29 @@ def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int])
         config = configs.portable(max(D, DV), G, 4 if dtype == "float32" else 2)
         yield from jobs(config, target, variants(config, D, G, StreamK(), DV=DV, dtype=dtype, page_size=page_size,
                                                  aligned=aligned, B=B, pdl=pdl))
+
+
+def several_jobs(target: str, head_sizes: Iterable[int], *, few: bool = False) -> Iterator[Job]:
+    """The portable kernel with several query tokens a request and with options, and what runs beside it.
+
+    few: one shape with all options and one schedule, for targets whose compilers are as good as those of others.
+    """
+    pdl = target in ("cuda:90", "cuda:100", "cuda:120")
+    for D, (G, most), optional in itertools.product(head_sizes, QUERIES[:1] if few else QUERIES, (False, True)):
+        config = configs.portable_several(D, G, 2, most)
+        yield from jobs(config, target, variants(config, D, G, StreamK(), pdl=pdl, several=True, optional=optional))
+    if few:
+        return
+    for schedule, dtype, (D, DV, G, page_size, aligned, B) in itertools.product(
+            SCHEDULES, ("bfloat16", "float32"), [
+                (128, 128, 4, None, True, 4), (192, 128, 16, 1, True, 4), (80, 80, 5, 3, False, 4),
+                (128, 128, 64, 16, True, 2000)]):
+        config = configs.portable_several(max(D, DV), G, 4 if dtype == "float32" else 2, None)
+        yield from jobs(config, target, variants(config, D, G, schedule, DV=DV, dtype=dtype, page_size=page_size,
+                                                 aligned=aligned, B=B, pdl=pdl, several=True, optional=True))
+    for D, G in itertools.product(head_sizes, GROUPS):
+        config = configs.portable(D, G, 2, optional=True)
+        yield from jobs(config, target, variants(config, D, G, StreamK(), pdl=pdl, optional=True))
 
 
 def jobs(config: Config, target: str, some: Iterable[Variant | Build]) -> Iterator[Job]:
@@ -149,14 +196,14 @@ def compile_job(job: Job) -> Result:
 
 
 def compile_cuda(build: Build) -> Result:
-    """The same of the Hopper kernel, through NVRTC."""
+    """The same of the kernels in CUDA C++, through NVRTC."""
     try:
-        _, said = hopper.compile_source(build, options=("--ptxas-options=-v",))
+        _, said = nvrtc.compile_source(build, options=("--ptxas-options=-v",))
     except RuntimeError as error:
         return Result(error=str(error))
     registers, spills, stack, fixed = (max(map(int, re.findall(pattern, said))) for pattern in (
         r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame", r"(\d+) bytes smem"))
-    return Result(registers, spills, stack, fixed + build.ring_bytes)
+    return Result(registers, spills, stack, fixed + build.dynamic_bytes)
 
 
 def _prepare(cache: str) -> None:

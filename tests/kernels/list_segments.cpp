@@ -12,8 +12,9 @@ struct Args {
 #include "scan.cuh"
 
 // For each worker its segments as row, head, first and last tile, place: out [workers, most, 5], counts [workers].
+// Units count `opening` tiles more than they have, as where the kernel evens out what further segments cost.
 extern "C" void list_segments(const i32* seq, const i64* before, i32 B, i32 KH, i32 window, i32 limit, i32 param,
-                              i32 rule, i32 workers, i32 most_segments, i64* out, i32* counts) {
+                              i32 rule, i32 workers, i32 opening, i32 most_segments, i64* out, i32* counts) {
     const Args a = {seq, before, B, KH, window, limit, param, rule};
     auto warp = [&](i32 lane) {
         lane_of_thread = lane;
@@ -21,12 +22,13 @@ extern "C" void list_segments(const i32* seq, const i64* before, i32 B, i32 KH, 
         const i32 cut = KIND == SPLITS ? SCANNED ? i32(__ldg(a.before + 2 * B + 2))
                                                  : splits(batch.rows, batch.longest, KH, workers, param, rule)
                                        : param;
-        const Runs runs(batch.tiles, i32(least(batch.tiles, Tiles(workers))));
+        const Tiles tiles = batch.tiles + (opening ? Tiles(batch.rows) * KH * opening : 0);
+        const Runs runs(tiles, i32(least(tiles, Tiles(workers))));
         for (i32 run = 0; run < runs.count; run++) {
             Tiles at = runs.cut(run);
             const Tiles stop = runs.cut(run + 1);
             Cursor c;
-            if (at < stop) c = cursor_at(a, batch, at, stop, cut, lane);
+            if (at < stop) c = cursor_at(a, batch, at, stop, cut, opening, lane);
             i32 n = 0;
             while (at < stop) {
                 i64* to = out + (i64(run) * most_segments + n++) * 5;

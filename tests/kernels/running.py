@@ -18,6 +18,7 @@ from helpers import Case, guarded
 from wavefill.backends import gpu
 from wavefill.backends.gpu import launch
 from wavefill.backends.gpu.configs import Config
+from wavefill.scores import NONE, Options
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 #: A small tile, so that short contexts have many. Stages and warps mean nothing here.
@@ -46,17 +47,29 @@ def call(case: Case, schedule: Schedule, out: Tensor, lse: Tensor, workers: int 
     """The call alone, into given tensors."""
     assert case.v_cache is not None
     D = case.q.shape[-1]
-    options: dict[str, Any] = {
-        "scale": 1 / math.sqrt(D) if case.scale is None else case.scale, "window": case.window, "schedule": schedule,
-        "workers": workers}
+    how: dict[str, Any] = {
+        "scale": 1 / math.sqrt(D) if case.scale is None else case.scale, "window": case.window, "causal": case.causal,
+        "schedule": schedule, "workers": workers}
     tensors = case.q, case.k_cache, case.v_cache, case.seq_lens, case.block_table, out, lse
+    more = case.cu_seqlens_q, case.sinks, case.alibi_slopes, case.mask
     if not ON_GPU:
-        launch.decode(*tensors, config=config, interpret=True, **options)
+        launch.attend(*tensors, config=config, interpret=True, starts=more[0],
+                      options=_options(case.softcap, *more[1:]), **how)
         return
-    moved = _moved(tensors)
-    launch.decode(*moved, config=_config(*moved[:3], case.block_table is not None, schedule, config), **options)
+    moved = _moved((*tensors, *more))
+    given = moved[7:]
+    config = _config(*moved[:3], case.block_table is not None, schedule, config,
+                     portable=any(x is not None for x in (case.softcap, *given)))
+    launch.attend(*moved[:7], config=config, starts=given[0], options=_options(case.softcap, *given[1:]), **how)
     for here, there in ((out, moved[5]), (lse, moved[6])):  # with all that lies around them
         here.untyped_storage().copy_(there.untyped_storage())
+
+
+def _options(softcap: float | None, sinks: Tensor | None, slopes: Tensor | None, mask: Tensor | None) -> Options:
+    """What `wavefill.ops` makes of them."""
+    if softcap is None and sinks is None and slopes is None and mask is None:
+        return NONE
+    return Options(softcap, *(None if x is None else x.float() for x in (sinks, slopes)), mask)
 
 
 def _moved(tensors: tuple[Tensor | None, ...]) -> list[Any]:
@@ -74,13 +87,15 @@ def _moved(tensors: tuple[Tensor | None, ...]) -> list[Any]:
     return moved
 
 
-def _config(q: Tensor, k: Tensor, v: Tensor, paged: bool, schedule: Schedule, asked: Config) -> Config:
+def _config(q: Tensor, k: Tensor, v: Tensor, paged: bool, schedule: Schedule, asked: Config, portable: bool) -> Config:
     D, DV, G = q.shape[2], v.shape[3], q.shape[1] // k.shape[2]
     ways = (launch.copies_of(k.shape, k.stride(), paged), launch.copies_of(v.shape, v.stride(), paged))
-    fits = (gpu.is_hopper(0) and q.element_size() == 2 and "" not in ways and not (k.data_ptr() | v.data_ptr()) % 16
+    fits = (gpu.is_hopper(0) and not portable and q.element_size() == 2 and "" not in ways
+            and not (k.data_ptr() | v.data_ptr()) % 16
             and not (q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2))
     config = gpu.config_of(D, DV, G, q.element_size(), schedule, copies=max(ways) if fits else "")
-    return replace(config, tile=TILE, heads=config.heads if config.copies else min(config.heads, asked.heads))
+    return replace(config, tile=TILE, heads=config.heads if config.copies else min(config.heads, asked.heads),
+                   block=asked.block)
 
 
 def check(case: Case, schedule: Schedule, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,9 @@ def lengths(most: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, 60) | st.just(0) | st.integers(0, 2000), min_size=1, max_size=most)
 
 
-def table_of(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int) -> sch.Table:
+def table_of(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int,
+             opening: int = 0) -> sch.Table:
+    """opening: tiles that a unit counts beyond its own; the table is that of so much longer requests."""
     starts = [0 if window is None else max(n - window, 0) for n in lens]
-    return sch.make_table(schedule, starts, lens, KH=KH, workers=workers, tile=tile, grown=True)
+    stops = [n + opening * tile if n else 0 for n in lens]
+    return sch.make_table(schedule, starts, stops, KH=KH, workers=workers, tile=tile, grown=True)

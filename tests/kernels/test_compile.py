@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from compiling import GROUPS, HEAD_SIZES, HOPPER, Job, Result, compile_all, hopper_jobs, portable_jobs
+from compiling import (
+    GROUPS,
+    HEAD_SIZES,
+    HOPPER,
+    Job,
+    Result,
+    compile_all,
+    hopper_jobs,
+    many_jobs,
+    portable_jobs,
+    several_jobs,
+)
 
-from wavefill.backends.gpu.hopper import Build
+from wavefill.backends.gpu.many import THREADS
+from wavefill.backends.gpu.nvrtc import Build
 
 #: Targets of the portable kernel besides Hopper.
 OTHERS = ("cuda:80", "cuda:89", "cuda:100", "cuda:120", "hip:gfx90a", "hip:gfx942")
@@ -20,9 +32,10 @@ Results = dict[Job, Result]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    everything = [*hopper_jobs(), *portable_jobs(HOPPER, HEAD_SIZES, GROUPS)]
+    everything = [*hopper_jobs(), *many_jobs(), *portable_jobs(HOPPER, HEAD_SIZES, GROUPS),
+                  *several_jobs(HOPPER, (64, 80, 128, 256))]
     for target in OTHERS:
-        everything += portable_jobs(target, (80, 256), (8,))
+        everything += [*portable_jobs(target, (80, 256), (8,)), *several_jobs(target, (80,), few=True)]
     return compile_all(everything)
 
 
@@ -40,19 +53,26 @@ def none_is(results: Results, bad: Callable[[Job, Result], bool]) -> None:
 @pytest.mark.parametrize("target", [HOPPER, *OTHERS])
 def test_everything_compiles(results: Results, target: str) -> None:
     here = {job: result for job, result in results.items() if job.target == target}
-    assert {job.kernel for job in here} >= {"portable", "merge", "prefix"}
+    assert {job.kernel for job in here} >= {"portable", "merge", "prefix", "expand"}
     none_is(here, lambda job, result: bool(result.error))
 
 
 def test_nothing_spills_on_hopper(on_hopper: Results) -> None:
-    none_is(on_hopper, lambda job, result: result.spills > 0 or result.stack > 0)
+    """But for four words, with several query tokens: of a merge around a division of 64 bits, which is a call of a
+    function, and of the slow way of caches that cannot be read in vectors."""
+    def spills(job: Job, result: Result) -> bool:
+        have = {} if isinstance(job.variant, Build) else dict(job.variant.constants)
+        may = have.get("SEVERAL") and (job.kernel == "merge" or not have.get("UNIT", True))
+        return max(result.spills, result.stack) > (16 if may else 0)
+
+    none_is(on_hopper, spills)
 
 
 def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Results) -> None:
     """Two where it asks for two; the second waits in the slow way of caches that cannot be read in vectors."""
     def too_large(job: Job, result: Result) -> bool:
         if isinstance(job.variant, Build):
-            warps = job.variant.warps
+            warps = THREADS // 32 if job.kernel == "many" else job.variant.warps
         elif not dict(job.variant.constants).get("UNIT", True):
             return False
         else:
@@ -64,12 +84,12 @@ def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Resul
 
 
 def test_the_portable_kernel_fits_the_smallest_shared_memory(on_hopper: Results) -> None:
-    none_is(on_hopper, lambda job, result: job.kernel != "hopper" and result.shared > SMALLEST_SHARED)
+    none_is(on_hopper, lambda job, result: not isinstance(job.variant, Build) and result.shared > SMALLEST_SHARED)
 
 
 def test_the_hopper_kernel_takes_the_shared_memory_that_the_host_reckons_with(on_hopper: Results) -> None:
-    none_is(on_hopper, lambda job, result: isinstance(job.variant, Build)
-            and result.shared > max(job.variant.shared_bytes, job.variant.ring_bytes + (32 << 10)))
+    none_is(on_hopper, lambda job, result: job.kernel == "decode"
+            and result.shared > max(job.variant.shared_bytes, job.variant.dynamic_bytes + (32 << 10)))
 
 
 def test_the_portable_kernel_copies_k_and_v_in_vectors_and_all_stages(on_hopper: Results) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tables import LIMIT, SCHEDULES, lengths, table_of, windows
 
 from wavefill import schedule as sch
-from wavefill.backends.gpu import hopper, launch
+from wavefill.backends.gpu import hopper, launch, nvrtc
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 TILES = (16, 64)
@@ -30,7 +30,7 @@ def library(kind: int, scanned: bool, tile: int) -> ctypes.CDLL:
     folder = library.folder / f"{kind}-{scanned}-{tile}"  # type: ignore[attr-defined]
     folder.mkdir()
     build = hopper.Build("bfloat16", 128, 128, 1, 16, True, kind, scanned, tile, 8, 3)
-    for name, text in {**hopper.sources(), "variant.cuh": build.header}.items():
+    for name, text in {**nvrtc.sources(build), "variant.cuh": build.header}.items():
         (folder / name).write_text(text)
     made = folder / "list_segments.so"
     subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
@@ -54,16 +54,16 @@ def scan(table: sch.Table, lens: list[int], KH: int, param: int) -> np.ndarray:
 
 
 def agree(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int,
-          scanned: bool) -> None:
+          scanned: bool, opening: int = 0) -> None:
     cut = launch.cut_of(schedule, tile)
-    table = table_of(schedule, lens, window, KH, workers, tile)
+    table = table_of(schedule, lens, window, KH, workers, tile, opening)
     most = max(np.bincount(table.owner, minlength=1).max(), 1) + 4 if len(table) else 1
     param = table.plan.param if cut.kind == launch.SPLITS else cut.param
     before = scan(table, lens, KH, param)
     seq = np.array(lens, np.int32)
     segments, counts = np.full((workers, most, 5), -7, np.int64), np.zeros(workers, np.int32)
     library(cut.kind, scanned, tile).list_segments(
-        seq.ctypes, before.ctypes, len(lens), KH, window or 0, LIMIT, cut.param, cut.rule, workers, int(most),
+        seq.ctypes, before.ctypes, len(lens), KH, window or 0, LIMIT, cut.param, cut.rule, workers, opening, int(most),
         segments.ctypes, counts.ctypes)
     runs = max(min(table.tiles, workers), 1)  # with fewer tiles than workers the kernel leaves some out
     owner = dataclasses.replace(table, workers=runs).owner
@@ -91,6 +91,17 @@ def test_programs_find_the_segments_of_the_table(schedule: Schedule, scanned: bo
         agree(schedule, lens, window, KH, workers, tile, scanned)
 
     any_batch()
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths(70), windows, st.sampled_from([1, 2, 3, 8]), st.integers(1, 9), st.sampled_from(TILES),
+       st.integers(1, 70))
+@example([1, 900, 0, 3], None, 1, 9, 64, 64)
+def test_openings_are_counted_as_tiles(lens: list[int], window: int | None, KH: int, workers: int, tile: int,
+                                       opening: int) -> None:
+    """Uneven batches on a GPU: each unit is cut as if its request were so many tiles longer."""
+    if len(lens) > 1:  # a request alone has no others to even out with
+        agree(StreamK(), lens, window, KH, workers, tile, False, opening)
 
 
 @pytest.mark.parametrize("B", [31, 32, 33, 64, 65, 1000, 1024])

@@ -10,7 +10,7 @@ import torch
 from running import CONFIG, CUTS, SCHEDULES, TILE, call, check, run
 
 from helpers import LAYOUTS, Case, make_case, name_of, same_bits
-from wavefill.backends.gpu import launch
+from wavefill.backends.gpu import launch, variants
 from wavefill.spec import Invariant, Schedule, StreamK
 
 RAGGED = [70, 0, 3, 33, 0]
@@ -131,8 +131,8 @@ def windowed(lens: list[int], window: int) -> Case:
 @pytest.fixture
 def few_lengths_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that scan 16 lengths at a time, and batches that are scanned beforehand from 41 requests on."""
-    for name, value in (("CHUNK", 16), ("SCAN_CHUNK", 32), ("SCAN_AT_MOST", 40)):
-        monkeypatch.setattr(launch, name, value)
+    for module, name, value in ((variants, "CHUNK", 16), (variants, "SCAN_CHUNK", 32), (launch, "SCAN_AT_MOST", 40)):
+        monkeypatch.setattr(module, name, value)
 
 
 def many(B: int) -> Case:

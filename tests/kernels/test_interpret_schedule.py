@@ -21,14 +21,16 @@ tiles = st.sampled_from([16, 32, 64])
 
 @triton.jit
 def list_segments(SEQ, BEFORE, SEGMENTS, COUNTS, B, KH, window, limit, param, rule, most,
-                  CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
+                  CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr,
+                  SEVERAL: tl.constexpr):
     """SEGMENTS [workers, most, 5]: row, head, tiles [begin, end) and the piece's place; COUNTS [workers]."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     o_b = tl.arange(0, CHUNK)
-    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED,
+                          SEVERAL)
     row, length, first, n, size, cut, head, piece, t, end, at, stop = start(
-        SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+        SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED, SEVERAL)
     count = 0
     while at < stop:
         place = SEGMENTS + (worker * most + count) * 5
@@ -41,32 +43,35 @@ def list_segments(SEQ, BEFORE, SEGMENTS, COUNTS, B, KH, window, limit, param, ru
         at += end - t
         if at < stop:
             row, length, first, n, size, cut, head, piece, t, end = next_segment(
-                SEQ, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
-                T, KIND)
+                SEQ, B, row, length, first, n, size, cut, head, piece, end, KH, at, stop, window, limit, param, rule,
+                T, KIND, SEVERAL)
     tl.store(COUNTS + worker, count)
 
 
-def on_device(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int,
-              scanned: bool) -> list[tuple[int, ...]]:
-    """(worker, row, head, begin, end, place) of every segment, worker by worker."""
+def on_device(schedule: Schedule, seq: torch.Tensor, B: int, most: int, window: int | None, KH: int, workers: int,
+              tile: int, scanned: bool, several: bool) -> list[tuple[int, ...]]:
+    """(worker, row, head, begin, end, place) of every segment, worker by worker; `most` of one worker."""
     cut = launch.cut_of(schedule, tile)
-    seq, B = torch.tensor(lens, dtype=torch.int32), len(lens)
-    most = sum(-(-n // tile) for n in lens) * KH + 1
     before = torch.full((2 * B + 3,), -(2**40), dtype=torch.int64)
     segments, counts = torch.full((workers, most, 5), -7), torch.full((workers,), -7, dtype=torch.int32)
+    given = window or 0, LIMIT, cut.param, cut.rule
     if scanned:
-        merge.prefix[(1,)](seq, before, B, KH, workers, window or 0, LIMIT, cut.param, cut.rule, tile, 4, cut.kind)
-    list_segments[(workers,)](seq, before, segments, counts, B, KH, window or 0, LIMIT, cut.param, cut.rule, most, 4,
-                              tile, cut.kind, scanned)
+        merge.prefix[(1,)](seq, before, B, KH, workers, *given, tile, 4, cut.kind, several)
+    list_segments[(workers,)](seq, before, segments, counts, B, KH, *given, most, 4, tile, cut.kind, scanned, several)
     return [(w, *segment) for w, n in enumerate(counts.tolist()) for segment in segments[w, :n].tolist()]
 
 
 def agree(schedule: Schedule, lens: list[int], window: int | None, KH: int, workers: int, tile: int,
           scanned: bool) -> None:
     table = table_of(schedule, lens, window, KH, workers, tile)
+    most = sum(-(-n // tile) for n in lens) * KH + 1
+    same(table, on_device(schedule, torch.tensor(lens, dtype=torch.int32), len(lens), most, window, KH, workers, tile,
+                          scanned, False))
+
+
+def same(table: sch.Table, found: list[tuple[int, ...]]) -> None:
     columns = table.owner, table.row, table.head, table.begin, table.end
     expected = list(zip(*(column.tolist() for column in columns), strict=True))
-    found = on_device(schedule, lens, window, KH, workers, tile, scanned)
     assert [segment[:5] for segment in found] == expected
     if table.plan.kind != sch.STREAM_K:  # its places are counted by worker
         assert [segment[5] for segment in found] == list(range(len(expected)))

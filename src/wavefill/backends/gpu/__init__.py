@@ -1,8 +1,8 @@
 """The GPU backend: kernels that derive their work from lengths in device memory.
 
-Callers (ops.py) have checked shapes, dtypes and devices. Values in tensors (lengths, page ids) are on the device and
-are not looked at, unless WAVEFILL_CHECK=1 asks for it: a length past the cache's capacity is cut to it, and page ids
-out of range in slots that are read are undefined behaviour.
+Callers (ops.py) have checked shapes, dtypes and devices. Values in tensors (lengths, offsets, page ids) are on the
+device and are not looked at, unless WAVEFILL_CHECK=1 asks for it: a length past the cache's capacity is cut to it, as
+are offsets past the query tokens, and page ids out of range in slots that are read are undefined behaviour.
 
 Importing this module needs no compiler; the first call does.
 """
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from wavefill import env
-from wavefill.backends.gpu import configs, hopper, launch
+from wavefill.backends.gpu import configs, inspection, launch, many, nvrtc
 from wavefill.backends.gpu.configs import Config
 from wavefill.backends.gpu.launch import Call as Call
 from wavefill.backends.gpu.launch import run as run
-from wavefill.backends.values import value_error
+from wavefill.scores import NONE, Options
 from wavefill.spec import (
     AttentionSpec,
     BackendUnavailable,
+    Invariant,
     Schedule,
     StreamK,
     complaint,
@@ -48,8 +49,6 @@ def capability(spec: AttentionSpec) -> str | None:
             return f"{name} is {value}; the GPU backend takes head sizes up to {MAX_HEAD_DIM}"
     if spec.G > MAX_GROUP:
         return f"G is {spec.G}; the GPU backend takes up to {MAX_GROUP} query heads a KV head"
-    if spec.q_len > 1:
-        return "there are several query tokens a request; the GPU backend of this version serves one"
     return None
 
 
@@ -66,7 +65,7 @@ def device_gap(index: int) -> str | None:
             return (f"{torch.cuda.get_device_name(index)} has compute capability {have[0]}.{have[1]}, and the kernels "
                     "need 8.0. Move the tensors to the CPU and use impl=\"cpu\"")
         if is_hopper(index):
-            return hopper.compiler_gap()
+            return nvrtc.compiler_gap()
     return None
 
 
@@ -82,42 +81,62 @@ def attention(
     v_cache: Tensor,
     seq_lens: Tensor,
     block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *,
     scale: float,
+    causal: bool,
     window: int | None,
     schedule: Schedule,
     sm_budget: int | None = None,
+    max_seq_len: int | None = None,
+    max_q_len: int | None = None,
+    options: Options = NONE,
 ) -> Call | None:
-    """Decode attention, written into `out` and `lse` on q's device and current stream, without a synchronisation.
+    """Attention of packed query tokens over a KV cache, written into `out` and `lse` on q's device and current stream.
 
-    q:           [B, HQ, D], fp32, fp16 or bf16; its last stride is 1.
-    k_cache:     [pages, page_size, KH, D] with a block table, else [B, S, KH, D]; q's dtype, any strides.
-    v_cache:     the same with DV.
-    seq_lens:    [B] int32, contiguous: keys of each request, this step's included.
-    block_table: [B, max_pages] int32 with unit last stride, or None.
-    out, lse:    [B, HQ, DV] with unit last stride; [B, HQ] float32.
-    sm_budget:   at most this many SMs are used; None: all.
+    Nothing is synchronised, and nothing that is launched depends on lengths or offsets.
+
+    q:            [T, HQ, D], fp32, fp16 or bf16; its last stride is 1.
+    k_cache:      [pages, page_size, KH, D] with a block table, else [B, S, KH, D]; q's dtype, any strides.
+    v_cache:      the same with DV.
+    seq_lens:     [B] int32, contiguous: keys of each request, this step's included.
+    block_table:  [B, max_pages] int32 with unit last stride, or None.
+    cu_seqlens_q: [B + 1] int32, contiguous, or None for one query token a request.
+    out, lse:     [T, HQ, DV] with unit last stride; [T, HQ] float32.
+    sm_budget:    at most this many SMs are used; None: all.
+    max_seq_len:  changes nothing here.
+    max_q_len:    most query tokens of a request; a kernel then takes fewer at once, other than under `invariant`.
+                  Where it is too small the result is the same.
+    options:      soft cap, sinks, ALiBi and the mask of drafts; a mask needs cu_seqlens_q.
 
     Returns what `run` takes for further calls with tensors of these sizes, strides and alignment on this device, None
-    where q was copied or there was nothing to do.
+    where q was copied, there was nothing to do, or there are options or cu_seqlens_q.
 
     Raises BackendUnavailable where the device cannot run the kernels, and InvalidArgument for a tile that they do not
-    have; under WAVEFILL_CHECK=1, which waits for the device, also for negative lengths, lengths past the capacity and
-    page ids out of range in slots that are read.
+    have; under WAVEFILL_CHECK=1, which waits for the device, also for what `inspection.check` finds in the tensors.
     """
     index = q.device.index
     if env.flag("WAVEFILL_CHECK") and not torch.cuda.is_current_stream_capturing():
         _hold_device(index)
-        _check_values(seq_lens, block_table, k_cache, window)
-    copied = bool(q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2)
+        inspection.check(seq_lens, block_table, cu_seqlens_q, k_cache, window, q.shape[0], options.mask)
+    vectors = 1 if cu_seqlens_q is None else 4  # of 4 bytes, that rows of q are read in
+    copied = bool(q.data_ptr() % (4 * vectors) or q.stride(0) % (2 * vectors) or q.stride(1) % (2 * vectors))
     if copied:
         q = q.clone(memory_format=torch.contiguous_format)
+    if isinstance(schedule, Invariant):
+        max_q_len = None  # the bits of a request may not depend on others
+    special = None
+    if cu_seqlens_q is not None or options is not NONE:
+        mask = options.mask
+        special = (None if cu_seqlens_q is None else (seq_lens.shape[0], causal, max_q_len), options.softcap,
+                   options.sinks is None, options.alibi_slopes is None,
+                   None if mask is None else (mask.shape, mask.stride()))
     # One look-up for all that sizes, strides, alignment and options decide.
     key = (index, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(),
            None if block_table is None else (block_table.shape, block_table.stride()), out.stride(), lse.stride(),
-           (k_cache.data_ptr() | v_cache.data_ptr()) % 16, scale, window, schedule, sm_budget)
+           (k_cache.data_ptr() | v_cache.data_ptr()) % 16, scale, window, schedule, sm_budget, special)
     call = _calls.get(key)
     if call is None:
         _hold_device(index)
@@ -125,13 +144,15 @@ def attention(
             return None
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
-        call = _calls[key] = _plan(q, k_cache, v_cache, block_table, out, lse, scale, window, schedule, sm_budget)
+        call = _calls[key] = _plan(
+            q, k_cache, v_cache, block_table, out, lse, scale, causal, window, schedule, sm_budget,
+            None if cu_seqlens_q is None else seq_lens.shape[0], max_q_len, options)
     if torch.cuda.current_device() == index:
-        run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
+        run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse, starts=cu_seqlens_q, options=options)
     else:
         with torch.cuda.device(index):
-            run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse)
-    return None if copied else call
+            run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse, starts=cu_seqlens_q, options=options)
+    return None if copied or special is not None else call
 
 
 #: Calls by all that decides how they run, and how many are kept.
@@ -146,31 +167,48 @@ def _hold_device(index: int) -> None:
 
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, out: Tensor, lse: Tensor,
-          scale: float, window: int | None, schedule: Schedule, sm_budget: int | None) -> Call:
+          scale: float, causal: bool, window: int | None, schedule: Schedule, sm_budget: int | None,
+          requests: int | None, max_q_len: int | None, options: Options) -> Call:
     index, D, DV, item = q.device.index, k_cache.shape[3], v_cache.shape[3], q.element_size()
-    copies = ""
+    copies, G = "", q.shape[1] // k_cache.shape[2]
     if is_hopper(index) and item == 2 and not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         paged = block_table is not None
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         both = (launch.copies_of(k_cache.shape, k_cache.stride(), paged),
                 launch.copies_of(v_cache.shape, v_cache.stride(), paged))
         copies = "" if "" in both or capacity >= MAX_HOPPER_TOKENS else max(both)
-    config = config_of(D, DV, q.shape[1] // k_cache.shape[2], item, schedule, copies=copies,
-                       alone=sm_budget is not None)
+        if requests is not None and copies:
+            fits = copies == "boxes" and D == DV and D in many.HEAD_SIZES
+            own = configs.many(G, max_q_len).tile
+            copies = "many" if fits and not (isinstance(schedule, StreamK) and schedule.tile not in (None, own)) else ""
+    config = config_of(D, DV, G, item, schedule, copies=copies,
+                       alone=sm_budget is not None, several=requests is not None, max_q_len=max_q_len,
+                       optional=options is not NONE)
     sms = launch.sm_count(index)
     workers = (sms if sm_budget is None else min(sm_budget, sms)) * config.ctas
     return launch.plan(q, k_cache, v_cache, block_table, out, lse, scale=scale, window=window, schedule=schedule,
-                       config=config, workers=workers)
+                       config=config, workers=workers, requests=requests, causal=causal, options=options)
 
 
-def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, copies: str, alone: bool = False) -> Config:
+def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, copies: str, alone: bool = False,
+              several: bool = False, max_q_len: int | None = None, optional: bool = False) -> Config:
     """How a shape is run.
 
-    item:   bytes of an element.
-    copies: how the Hopper kernel can read the caches (`launch.copies_of`), "" where it cannot.
-    alone:  whether a program must have its SM for itself.
+    item:     bytes of an element.
+    copies:   how the Hopper kernel can read the caches (`launch.copies_of`), "many" for that of several query
+              tokens, "" where neither can.
+    alone:    whether a program must have its SM for itself.
+    several:  whether requests have several query tokens, `max_q_len` at most if that is known.
+    optional: whether there are options.
     """
-    config = configs.hopper(D, DV, G, copies) if copies else configs.portable(max(D, DV), G, item)
+    if copies == "many":
+        config = configs.many(G, max_q_len)
+    elif copies:
+        config = configs.hopper(D, DV, G, copies)
+    elif several:
+        config = configs.portable_several(max(D, DV), G, item, max_q_len)
+    else:
+        config = configs.portable(max(D, DV), G, item, optional)
     if alone:
         config = replace(config, ctas=1, alone=True)
     if isinstance(schedule, StreamK) and schedule.tile is not None:
@@ -186,27 +224,3 @@ def with_tile(config: Config, tile: int, token_bytes: int) -> Config:
     if config.copies:
         return replace(config, tile=tile)
     return replace(config, tile=tile, stages=max(min(_PORTABLE_BYTES // config.ctas // (tile * token_bytes), 8), 1))
-
-
-def _check_values(seq_lens: Tensor, block_table: Tensor | None, k_cache: Tensor, window: int | None) -> None:
-    """Raises for values that the kernels would read past; waits for the device."""
-    pages, page_size = k_cache.shape[:2]
-    lengths = seq_lens.tolist()
-    table = None if block_table is None else block_table.cpu()
-    max_pages = 1 if table is None else table.shape[1]
-    capacity = page_size * max_pages
-    for request, length in enumerate(lengths):
-        fault, value, slot = 0, length, 0
-        if length < 0:
-            fault = 1
-        elif length > capacity:
-            fault = 2
-        elif table is not None and length:
-            first = max(length - window, 0) // page_size if window is not None else 0
-            read = table[request, first : -(-length // page_size)]
-            wrong = ((read < 0) | (read >= pages)).nonzero()
-            if len(wrong):
-                fault, slot = 3, first + int(wrong[0])
-                value = int(table[request, slot])
-        if fault:
-            raise value_error(fault, request, value, slot, capacity=capacity, pages=pages, tokens=len(lengths))

@@ -7,7 +7,10 @@ give with `schedule.build`, in the interpreter and on a GPU.
 All three schedules share one rule, `Table.owner`: worker w owns the segments whose first tile lies in the linear tiles
 [w*N//W, (w+1)*N//W). Under stream_k segments are cut there; under the others they are pieces of a row that are not cut.
 
-Functions take scalars, and where they scan lengths the index vector `o_b` [CHUNK] of the caller, which carries the
+A row is a request of one query token, and SEQ its length; where SEVERAL, a row is a block of a request's query tokens,
+and SEQ what `rows.expand` wrote: B first keys, then B ends of the rows' keys. `window` and `limit` are not read then.
+
+Functions take scalars, and where they scan rows the index vector `o_b` [CHUNK] of the caller, which carries the
 caller's layout.
 """
 
@@ -27,24 +30,39 @@ MAX_SPLITS = tl.constexpr(128)
 
 
 @triton.jit
-def length_of(SEQ, row, limit, mask=None):
-    """Keys of a row, or of a vector of rows, where `mask` holds; a length past the cache's capacity is cut to it.
+def keys_of(SEQ, row, B, window, limit, SEVERAL: tl.constexpr, mask=None):
+    """First key and one past the last of a row, or of a vector of rows, where `mask` holds.
 
-    A negative length has no tiles, and nothing past the capacity is read, so a wrong length cannot lead out of the
-    table. It gives no error here: WAVEFILL_CHECK=1 looks for such lengths on the host.
+    A length past the cache's capacity is cut to it. A negative length has no tiles, and nothing past the capacity is
+    read, so a wrong length cannot lead out of the table. It gives no error here: WAVEFILL_CHECK=1 looks for such
+    lengths on the host.
     """
-    if mask is None:
-        return tl.minimum(tl.load(SEQ + row), limit)
+    if SEVERAL:
+        if mask is None:
+            return tl.load(SEQ + row), tl.load(SEQ + B + row)
+        else:
+            return tl.load(SEQ + row, mask=mask, other=0), tl.load(SEQ + B + row, mask=mask, other=0)
     else:
-        return tl.minimum(tl.load(SEQ + row, mask=mask, other=0), limit)
+        if mask is None:
+            length = tl.minimum(tl.load(SEQ + row), limit)
+        else:
+            length = tl.minimum(tl.load(SEQ + row, mask=mask, other=0), limit)
+        return tl.where(window > 0, tl.maximum(length - window, 0), 0), length
 
 
 @triton.jit
-def row_tiles(length, window, T: tl.constexpr):
-    """First tile of a row and its number of tiles; of vectors, too."""
-    start = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    first = start // T
-    return first, tl.where(length > start, (length - 1) // T + 1 - first, 0)
+def row_tiles(low, length, T: tl.constexpr):
+    """First tile of a row with the keys [low, length), and its number of tiles; of vectors, too."""
+    first = low // T
+    return first, tl.where(length > low, (length - 1) // T + 1 - first, 0)
+
+
+@triton.jit
+def tiles_of(SEQ, row, B, window, limit, T: tl.constexpr, SEVERAL: tl.constexpr, mask=None):
+    """The number of tiles alone, from memory."""
+    low, length = keys_of(SEQ, row, B, window, limit, SEVERAL, mask)
+    _, n = row_tiles(low, length, T)
+    return n
 
 
 @triton.jit
@@ -90,13 +108,13 @@ def piece_from(t, n, size, KIND: tl.constexpr):
 
 @triton.jit
 def batch(SEQ, B, KH, workers, window, limit, param, rule, o_b,
-          CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr):
+          CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SEVERAL: tl.constexpr):
     """Tiles of the batch, all heads counted, and the parameter of its schedule."""
     total = tl.cast(0, tl.int64)
     rows = tl.cast(0, tl.int32)
     longest = tl.cast(0, tl.int32)
     for b0 in range(0, B, CHUNK):
-        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, b0 + o_b < B), window, T)
+        n = tiles_of(SEQ, b0 + o_b, B, window, limit, T, SEVERAL, b0 + o_b < B)
         total += tl.sum(n.to(tl.int64), 0)
         if KIND == SPLITS:
             rows += tl.sum((n > 0).to(tl.int32), 0)
@@ -108,11 +126,11 @@ def batch(SEQ, B, KH, workers, window, limit, param, rule, o_b,
 
 @triton.jit
 def totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b,
-           CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
+           CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr, SEVERAL: tl.constexpr):
     """`batch`, from the scan where there was one."""
     if SCANNED:
         return tl.load(BEFORE + B), tl.load(BEFORE + 2 * B + 2).to(tl.int32)
-    return batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND)
+    return batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SEVERAL)
 
 
 @triton.jit
@@ -143,7 +161,7 @@ def splits(rows, longest, KH, workers, param, rule):
 
 @triton.jit
 def locate(SEQ, BEFORE, B, KH, target, window, limit, param, rule, o_b,
-           CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
+           CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr, SEVERAL: tl.constexpr):
     """The row that holds the linear tile `target`, and the tiles and pieces of all heads before the row.
 
     BEFORE: int64 [2 * B + 3] of `merge.prefix` where SCANNED, else not read.
@@ -160,14 +178,14 @@ def locate(SEQ, BEFORE, B, KH, target, window, limit, param, rule, o_b,
     b0 = tl.cast(0, tl.int32)
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
-    _, n = row_tiles(length_of(SEQ, o_b, limit, o_b < B), window, T)
+    n = tiles_of(SEQ, o_b, B, window, limit, T, SEVERAL, o_b < B)
     here = tl.sum(n.to(tl.int64), 0) * KH
     while (tiles + here <= target) & (b0 + CHUNK < B):
         tiles += here
         if KIND != STREAM_K:
             cut += tl.sum(pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64), 0) * KH
         b0 += CHUNK
-        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, b0 + o_b < B), window, T)
+        n = tiles_of(SEQ, b0 + o_b, B, window, limit, T, SEVERAL, b0 + o_b < B)
         here = tl.sum(n.to(tl.int64), 0) * KH
     n = n.to(tl.int64) * KH
     before = (tiles + tl.cumsum(n, 0) <= target) & (b0 + o_b < B)
@@ -197,21 +215,21 @@ def cut_at(worker, workers, per, rest):
 
 
 @triton.jit
-def next_row(SEQ, row, window, limit, T: tl.constexpr):
+def next_row(SEQ, row, B, window, limit, T: tl.constexpr, SEVERAL: tl.constexpr):
     """The next row that has tiles, its length, first tile and tiles; the caller knows that there is one."""
     row += 1
-    length = length_of(SEQ, row, limit)
-    first, n = row_tiles(length, window, T)
+    low, length = keys_of(SEQ, row, B, window, limit, SEVERAL)
+    first, n = row_tiles(low, length, T)
     while n == 0:
         row += 1
-        length = length_of(SEQ, row, limit)
-        first, n = row_tiles(length, window, T)
+        low, length = keys_of(SEQ, row, B, window, limit, SEVERAL)
+        first, n = row_tiles(low, length, T)
     return row, length, first, n
 
 
 @triton.jit
 def start(SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule, o_b,
-          CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
+          CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr, SEVERAL: tl.constexpr):
     """Where a worker's run begins: a cursor, and the linear tile at which it stops.
 
     A cursor is (row, length, first, n, size, cut, head, piece, t, end, at): the row, its keys, its first tile, its
@@ -232,9 +250,10 @@ def start(SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule
     t = tl.cast(0, tl.int32)
     end = tl.cast(0, tl.int32)
     if at < stop:
-        row, tiles, cut = locate(SEQ, BEFORE, B, KH, at, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-        length = length_of(SEQ, row, limit)
-        first, n = row_tiles(length, window, T)
+        row, tiles, cut = locate(SEQ, BEFORE, B, KH, at, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED,
+                                 SEVERAL)
+        low, length = keys_of(SEQ, row, B, window, limit, SEVERAL)
+        first, n = row_tiles(low, length, T)
         size = piece_size(n, param, rule, KH, KIND).to(tl.int32)
         within = (at - tiles).to(tl.int32)
         head = within // n
@@ -249,19 +268,20 @@ def start(SEQ, BEFORE, B, KH, worker, workers, total, window, limit, param, rule
             end = boundary(piece + 1, n, size, KIND)
             if (t == n) & (at < stop):
                 row, length, first, n, size, cut, head, piece, t, end = next_unit(
-                    SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule, T, KIND)
+                    SEQ, B, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule,
+                    T, KIND, SEVERAL)
     return row, length, first, n, size, cut, head, piece, t, end, at, stop
 
 
 @triton.jit
-def next_unit(SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule,
-              T: tl.constexpr, KIND: tl.constexpr):
+def next_unit(SEQ, B, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule,
+              T: tl.constexpr, KIND: tl.constexpr, SEVERAL: tl.constexpr):
     """The cursor's fields at the next KV head or row."""
     head += 1
     if head == KH:
         head = tl.cast(0, tl.int32)
         cut += pieces(n, size, KIND).to(tl.int64) * KH
-        row, length, first, n = next_row(SEQ, row, window, limit, T)
+        row, length, first, n = next_row(SEQ, row, B, window, limit, T, SEVERAL)
         size = piece_size(n, param, rule, KH, KIND).to(tl.int32)
     piece = tl.cast(0, tl.int32)
     t = tl.cast(0, tl.int32)
@@ -272,13 +292,14 @@ def next_unit(SEQ, row, length, first, n, size, cut, head, KH, at, stop, window,
 
 
 @triton.jit
-def next_segment(SEQ, row, length, first, n, size, cut, head, piece, t, KH, at, stop, window, limit, param, rule,
-                 T: tl.constexpr, KIND: tl.constexpr):
+def next_segment(SEQ, B, row, length, first, n, size, cut, head, piece, t, KH, at, stop, window, limit, param, rule,
+                 T: tl.constexpr, KIND: tl.constexpr, SEVERAL: tl.constexpr):
     """The cursor's fields at the segment after the one that ended at tile t; the caller knows that there is one."""
     end = t
     if t == n:
         row, length, first, n, size, cut, head, piece, t, end = next_unit(
-            SEQ, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule, T, KIND)
+            SEQ, B, row, length, first, n, size, cut, head, KH, at, stop, window, limit, param, rule,
+            T, KIND, SEVERAL)
     else:
         piece += 1
         end = boundary(piece + 1, n, size, KIND)

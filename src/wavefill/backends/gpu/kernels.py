@@ -26,7 +26,8 @@ _compiling = threading.Lock()
 Made = TypeVar("Made")
 
 POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "PART_O": "*fp32", "PART_M": "*fp32",
-            "PART_L": "*fp32"}
+            "PART_L": "*fp32", "SINK": "*fp32", "SLOPES": "*fp32", "MASK": "*i32", "STARTS": "*i32", "LENS": "*i32",
+            "ROWS": "*i32"}
 TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -34,7 +35,7 @@ TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 class Variant:
     """One kernel with its compile-time choices.
 
-    kernel:    "portable", "merge" or "prefix".
+    kernel:    "portable", "merge", "prefix" or "expand".
     dtype:     of q, K, V and the output.
     constants: compile-time arguments, as sorted pairs.
     aligned:   arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
@@ -67,7 +68,7 @@ def source(variant: Variant) -> Any:
             signature[name] = f"*{element}"
         elif name in POINTERS:
             signature[name] = POINTERS[name]
-        elif name == "qk_scale":
+        elif name in ("qk_scale", "cap"):
             signature[name] = "fp32"
         else:
             signature[name] = "i64" if name.startswith("s_") else "i32"
@@ -84,13 +85,9 @@ def options(variant: Variant) -> dict[str, Any]:
 
 def function(kernel: str) -> Any:
     """The kernel's function, as Triton made it."""
-    if kernel == "portable":
-        from wavefill.backends.gpu import portable
+    from wavefill.backends.gpu import merge, portable, rows
 
-        return portable.decode
-    from wavefill.backends.gpu import merge
-
-    return getattr(merge, kernel)
+    return {"portable": portable.attend, "merge": merge.merge, "prefix": merge.prefix, "expand": rows.expand}[kernel]
 
 
 @cache

@@ -7,24 +7,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wavefill.backends.gpu import hopper, kernels, memory
-from wavefill.backends.gpu.configs import MERGE_PROGRAMS, MERGES, Config
-from wavefill.backends.gpu.kernels import Variant, constants
+from wavefill.backends.gpu import hopper, kernels, many, memory, nvrtc
+from wavefill.backends.gpu.configs import MERGES, Config
+from wavefill.backends.gpu.kernels import Variant
+from wavefill.backends.gpu.variants import (
+    CHUNKS,
+    EXPAND_SIZE,
+    PLAIN,
+    ROUNDS,
+    SPLITS,
+    STREAM_K,
+    Switches,
+    attention_variant,
+    expand_variant,
+    merge_shape,
+    merge_variant,
+    prefix_variant,
+    triton_variants,
+)
 from wavefill.schedule import FIXED_ITEMS_PER_WORKER, FLASHDECODING_MAX_SPLITS, most_invariant_pieces
-from wavefill.spec import MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
+from wavefill.scores import NONE, Options
+from wavefill.spec import MAX_FLOAT32, MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
 
-#: Requests that every worker scans by itself; with more a kernel of its own scans them once.
+#: Rows that every worker scans by itself; with more a kernel of its own scans them once.
 SCAN_AT_MOST = 1024
-#: Lengths that a program of attention or merge scans at once, and that the scan of many does.
-CHUNK, SCAN_CHUNK = 128, 1024
 LOG2_E = 1.4426950408889634
+#: Whole units for each program from which the kernel of several query tokens does not cut them.
+ROUNDS_UNITS = 4
 
-STREAM_K, SPLITS, CHUNKS = range(3)
 GIVEN, ITEMS, FLASHDECODING, BOUNDED = range(4)
 
 Shape = tuple[int, ...]
@@ -112,209 +128,311 @@ def vectors_fit(strides: Shape, element_bytes: int) -> bool:
 class Call:
     """All that calls of one geometry have in common.
 
-    prefix, attention, merge: kernels to launch; the first only where lengths are scanned ahead, the last only where the
-                              attention kernel does not merge by itself.
+    expand, prefix, attention, merge: kernels to launch; the first only for several query tokens a request, the second
+                              only where rows are scanned ahead, the last only where the attention kernel does not merge
+                              by itself.
     *_grid, *_args:           grids of Triton kernels, and the arguments after the addresses.
-    scratch:                  4-byte words of the buffer; its parts begin at `offsets`: states, maxima, sums, scan, LSE.
+    scratch:                  4-byte words of the buffer; its parts begin at `offsets`: states, maxima, sums, scan, LSE,
+                              rows.
     ready:                    the kernels, by device.
     """
 
+    expand: Variant | None
     prefix: Variant | None
-    attention: Variant | hopper.Launch
+    attention: Variant | hopper.Launch | many.Launch
     merge: Variant | None
+    expand_grid: tuple[int, int, int]
     attention_grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int]
+    expand_args: tuple[Any, ...]
     prefix_args: tuple[Any, ...]
     attention_args: tuple[Any, ...]
     merge_args: tuple[Any, ...]
     scratch: int
-    offsets: tuple[int, int, int, int, int]
-    ready: dict[int | None, tuple[Any, Any, Any]] = field(default_factory=dict, compare=False)
+    offsets: tuple[int, int, int, int, int, int]
+    ready: dict[int | None, tuple[Any, Any, Any, Any]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def alone(self) -> bool:
         """Whether it is one launch of the Hopper kernel."""
         return self.prefix is None and self.merge is None and isinstance(self.attention, hopper.Launch)
 
-    def launchers(self, device: int | None) -> tuple[Any, Any, Any]:
-        """The three kernels on a device (None: in the interpreter), compiled at the first call."""
+    def launchers(self, device: int | None) -> tuple[Any, Any, Any, Any]:
+        """The four kernels on a device (None: in the interpreter), compiled at the first call."""
         found = self.ready.get(device)
         if found is None:
-            def make(kernel: Variant | hopper.Launch | None) -> Any:
+            def make(kernel: Variant | hopper.Launch | many.Launch | None) -> Any:
                 if kernel is None:
                     return None
                 if isinstance(kernel, hopper.Launch):
                     assert device is not None
                     return hopper.Kernel(kernel, device)
+                if isinstance(kernel, many.Launch):
+                    assert device is not None
+                    return many.Kernel(kernel, device)
                 return _interpreted(kernel) if device is None else kernels.compiled(kernel, device)
 
-            found = self.ready[device] = (make(self.prefix), make(self.attention), make(self.merge))
+            found = self.ready[device] = (make(self.expand), make(self.prefix), make(self.attention), make(self.merge))
         return found
 
 
-def _plan(dtype: str, q_shape: Shape, q_strides: Shape, k_shape: Shape, k_strides: Shape, v_shape: Shape,
-          v_strides: Shape, table: tuple[Shape, Shape] | None, out_strides: Shape, lse_strides: Shape, aligned: bool,
-          scale: float, window: int | None, schedule: Schedule, config: Config, workers: int, pdl: bool,
-          interpret: bool) -> Call:
-    B, HQ, D = q_shape
-    page_size, KH, DV = k_shape[1], k_shape[2], v_shape[3]
-    G, tile, units = HQ // KH, config.tile, B * KH
-    cut = cut_of(schedule, tile)
-    if cut.kind == STREAM_K and config.copies and splits_instead(B, KH, workers):
-        cut = Cut(SPLITS, workers // KH, GIVEN)
-    capacity = page_size * (1 if table is None else table[0][1])
-    scanned = B > SCAN_AT_MOST or (bool(config.copies) and -(-capacity // tile) * units >= 1 << 31)
-    slots = partial_slots(cut, B, KH, workers, -(-capacity // tile))
-    stats = _round(slots * G)
-    states = _round(slots * G * DV)
-    ends_at = states + 2 * stats + (_round(2 * (2 * B + 3)) if scanned else 0)
-    offsets = (0, states, states + stats, states + 2 * stats, ends_at)
-    scratch = ends_at + _round(B * HQ)
-    seen = 0 if window is None else min(window, MAX_LENGTH)
-    limit = min(capacity, MAX_LENGTH)
-    cuts = (seen, limit, cut.param, cut.rule)
-    ends = (*out_strides[:2], *lse_strides)
-    s_table = 0 if table is None else table[1][0]
-    blocks = -(-G // config.heads)
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and strides of a call's tensors, and the options that are no tensors.
 
-    attention: Variant | hopper.Launch
+    q, k, v:  shape and strides, as is `table` where there is one.
+    requests: how many there are where they have several query tokens, None for one each.
+    aligned:  whether K and V can be read in vectors of 16 bytes.
+    sinks, sloped: whether there are sinks, ALiBi slopes.
+    mask:     words of a row of the draft mask and from row to row, (0, 0) without one.
+    """
+
+    dtype: str
+    q: tuple[Shape, Shape]
+    k: tuple[Shape, Shape]
+    v: tuple[Shape, Shape]
+    table: tuple[Shape, Shape] | None
+    out_strides: Shape
+    lse_strides: Shape
+    aligned: bool
+    scale: float
+    window: int | None = None
+    requests: int | None = None
+    causal: bool = True
+    softcap: float | None = None
+    sinks: bool = False
+    sloped: bool = False
+    mask: tuple[int, int] = (0, 0)
+
+    @property
+    def switches(self) -> Switches:
+        return Switches(self.requests is not None, self.softcap is not None, self.sloped, self.sinks, self.mask[0] > 0)
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a request can have."""
+        return self.k[0][1] * (1 if self.table is None else self.table[0][1])
+
+
+def most_rows(tokens: int, requests: int, block: int) -> int:
+    """Rows of at most `block` query tokens that so many requests can have together, and at least 1."""
+    return max(tokens // block + min(requests, tokens), 1)
+
+
+def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: bool, interpret: bool = False) -> Call:
+    """The call of a geometry: which kernels, with which grids and arguments, and the buffer that they need."""
+    T, HQ, D = g.q[0]
+    KH, DV = g.k[0][2], g.v[0][3]
+    rows = T if g.requests is None else most_rows(T, g.requests, config.block)
+    G, tile, units, capacity = HQ // KH, config.tile, rows * KH, g.capacity
+    queries = config.block * G
+    cut = cut_of(schedule, tile)
+    if cut.kind == STREAM_K and config.copies == "many":
+        cut, workers = cut_many(g, config, workers)
+    elif cut.kind == STREAM_K and config.copies and splits_instead(rows, KH, workers):
+        cut = Cut(SPLITS, workers // KH, GIVEN)
+    # The merge sees rounds as splits, and has nothing to do where units are whole.
+    merged = Cut(SPLITS, cut.param, GIVEN) if cut.kind == ROUNDS else cut
+    whole = cut.kind == ROUNDS and cut.param == 1
+    scanned = cut.kind != ROUNDS and (rows > SCAN_AT_MOST or (
+        bool(config.copies) and (-(-capacity // tile) + hopper.MOST_OPENING) * units >= 1 << 31))
+    slots = 0 if whole else partial_slots(merged, rows, KH, workers, -(-capacity // tile))
+    sizes = (slots * queries * DV, slots * queries, slots * queries, 2 * (2 * rows + 3) if scanned else 0, T * HQ,
+             0 if g.requests is None else 7 * rows + 2)
+    ends = tuple(accumulate(map(_round, sizes), initial=0))
+    seen = 0 if g.window is None else min(g.window, MAX_LENGTH)
+    cuts = (seen, min(capacity, MAX_LENGTH), cut.param, cut.rule)
+    strides = (*g.out_strides[:2], *g.lse_strides)
+    blocks = -(-queries // config.heads)
+
+    attention: Variant | hopper.Launch | many.Launch
     attention_args: tuple[Any, ...] = ()
-    if config.copies:
-        cluster = 1
-        if cut.kind == STREAM_K and not config.alone:
-            cluster = hopper.cluster_of(units, capacity * units * (D + DV) * 2)
-        args = hopper.Args(scale=scale * LOG2_E, B=B, KH=KH, G=G, window=seen, limit=limit, param=cut.param,
-                           rule=cut.rule, align=1 if cluster == hopper.TEAM else 8, t_b=s_table)
-        for names, strides in ((("q_b", "q_h"), q_strides), (("k_p", "k_t", "k_h"), k_strides),
-                               (("v_p", "v_t", "v_h"), v_strides), (("o_b", "o_h", "l_b", "l_h"), ends)):
-            for name, stride in zip(names, strides, strict=False):
-                setattr(args, name, stride)
-        build = build_of(dtype, D, DV, config, cut.kind, None if table is None else page_size, scanned)
-        attention = hopper.Launch(build, blocks, workers, cluster, args)
+    if config.copies == "many":
+        attention = _many_launch(g, config, cut, rows, scanned, workers)
+    elif config.copies:
+        attention = _hopper_launch(g, config, cut, cuts, scanned, blocks, workers)
     else:
-        attention = attention_variant(dtype, D, DV, G, config, cut.kind, table is not None, scanned, aligned, pdl,
-                                      interpret)
-        attention_args = (scale * LOG2_E, B, KH, G, page_size, *cuts, *q_strides[:2], *k_strides, *v_strides, *ends,
-                          s_table, *kernels.values(attention))
+        attention = attention_variant(g.dtype, D, DV, G, config, cut.kind, g.table is not None, scanned, g.aligned, pdl,
+                                      g.switches, interpret)
+        attention_args = (*_scales(g.scale, g.softcap), rows, KH, G, queries, g.k[0][1], int(g.causal), *cuts,
+                          g.mask[0], *g.q[1][:2], *g.k[1], *g.v[1], *strides,
+                          0 if g.table is None else g.table[1][0], g.mask[1], *kernels.values(attention))
 
     merge = None
     merge_args: tuple[Any, ...] = ()
     by_worker = cut.kind == STREAM_K and units > workers
     merge_rows = workers if by_worker else units
-    shape = merge_shape(merge_rows * G, DV)
-    if not (config.copies and cut.kind == STREAM_K):
-        merge = merge_variant(dtype, DV, shape, tile, cut.kind, by_worker, scanned, pdl)
-        merge_args = (B, KH, G, workers, *cuts, *ends, *kernels.values(merge))
+    shape = merge_shape(merge_rows * queries, DV)
+    if not whole and not (config.copies in ("boxes", "rows") and cut.kind == STREAM_K):
+        merge = merge_variant(g.dtype, DV, shape, tile, merged.kind, by_worker, scanned, pdl, g.switches)
+        merge_args = (rows, KH, G, queries, T, workers, *cuts, *strides, *kernels.values(merge))
 
-    prefix = None
+    prefix = expand = None
     prefix_args: tuple[Any, ...] = ()
+    expand_args: tuple[Any, ...] = ()
     if scanned:
-        prefix = prefix_variant(tile, cut.kind)
-        prefix_args = (B, KH, workers, *cuts, *kernels.values(prefix))
-    return Call(prefix, attention, merge, (workers, blocks, 1), (merge_rows, G, -(-DV // shape[0])), prefix_args,
-                attention_args, merge_args, scratch, offsets)
+        prefix = prefix_variant(tile, cut.kind, g.switches.several)
+        prefix_args = (rows, KH, workers, *cuts, *kernels.values(prefix))
+    if g.requests is not None:
+        expand = expand_variant()
+        expand_args = (g.requests, rows, T, config.block, int(g.causal), *cuts[:2], *kernels.values(expand))
+    return Call(expand, prefix, attention, merge, (-(-rows // EXPAND_SIZE), 1, 1), (workers, blocks, 1),
+                (merge_rows, queries, -(-DV // shape[0])), expand_args, prefix_args, attention_args, merge_args,
+                ends[-1], ends[:-1])  # type: ignore[arg-type]
 
 
-def build_of(dtype: str, D: int, DV: int, config: Config, kind: int, page: int | None, scanned: bool) -> hopper.Build:
+def cut_many(g: Geometry, config: Config, workers: int) -> tuple[Cut, int]:
+    """How the Hopper kernel of several query tokens shares out what `stream_k` asks for, and its programs.
+
+    Prompts have rows enough to keep programs busy with whole units. A few rows of long requests are cut alike, so that
+    programs read the same K and V together. Drafts, of one row a request, are cut as in decode, by fewer programs
+    where units then are cut alike or not at all.
+    """
+    T, KH, requests = g.q[0][0], g.k[0][2], min(g.requests or 0, g.q[0][0])
+    if T // config.block * KH >= ROUNDS_UNITS * workers:
+        return Cut(ROUNDS, 1, GIVEN), workers
+    if 2 * config.block * requests <= T:
+        return Cut(ROUNDS, even_pieces(-(-T // config.block) * KH, workers), GIVEN), workers
+    units = requests * KH
+    left = workers % units if config.heads < many.MOST_QUERIES and units else 0
+    return Cut(STREAM_K, 0, GIVEN), workers - left if 8 * left <= workers and units < workers else workers
+
+
+def even_pieces(units: int, workers: int) -> int:
+    """Pieces of so many units that fill the last round of the workers to nine tenths of what up to 32 reach."""
+    def fill(pieces: int) -> float:
+        rounds = -(-units * pieces // workers)
+        return units * pieces / (rounds * workers)
+
+    best = max(map(fill, range(1, 33)))
+    return next(pieces for pieces in range(1, 33) if fill(pieces) >= 0.9 * best)
+
+
+def _many_launch(g: Geometry, config: Config, cut: Cut, rows: int, scanned: bool, workers: int) -> many.Launch:
+    """The Hopper kernel of several query tokens a request."""
+    (T, HQ, D), KH = g.q[0], g.k[0][2]
+    scale, cap = _scales(g.scale, g.softcap)
+    args = many.Args(
+        scale=scale, cap=cap, B=rows, KH=KH, G=HQ // KH, block=config.block, tokens=T,
+        causal=int(g.causal or g.window is not None), window=0 if g.window is None else min(g.window, MAX_LENGTH),
+        param=cut.param, rule=cut.rule, words=g.mask[0], mask_row=g.mask[1],
+        t_b=0 if g.table is None else g.table[1][0], q_b=g.q[1][0], q_h=g.q[1][1], o_b=g.out_strides[0],
+        o_h=g.out_strides[1], l_b=g.lse_strides[0], l_h=g.lse_strides[1])
+    return many.Launch(many_build(g.dtype, D, config, cut.kind, 0 if g.table is None else g.k[0][1], scanned,
+                                  g.switches), workers, args)
+
+
+def many_build(dtype: str, D: int, config: Config, kind: int, page: int, scanned: bool,
+               switches: Switches) -> many.Build:
+    """The Hopper kernel of several query tokens of a shape; `page` tokens a page, 0 for a contiguous cache."""
+    return many.Build(dtype, D, config.heads, page, kind, scanned, switches.capped, switches.sloped, switches.sinks,
+                      switches.masked)
+
+
+def _hopper_launch(g: Geometry, config: Config, cut: Cut, cuts: tuple[int, ...], scanned: bool, blocks: int,
+                   workers: int) -> hopper.Launch:
+    """The Hopper kernel of one query token a request."""
+    B, KH, capacity = g.q[0][0], g.k[0][2], g.capacity
+    G, D, DV, units = g.q[0][1] // KH, g.q[0][2], g.v[0][3], B * KH
+    cluster = 1
+    if cut.kind == STREAM_K and not config.alone:
+        cluster = hopper.cluster_of(units, capacity * units * (D + DV) * 2)
+    seen, limit, param, rule = cuts
+    scale, cap = _scales(g.scale, g.softcap)
+    args = hopper.Args(scale=scale, cap=cap, B=B, KH=KH, G=G, window=seen, limit=limit, param=param, rule=rule,
+                       align=1 if cluster == hopper.TEAM else 8, t_b=0 if g.table is None else g.table[1][0])
+    for names, strides in ((("q_b", "q_h"), g.q[1]), (("k_p", "k_t", "k_h"), g.k[1]), (("v_p", "v_t", "v_h"), g.v[1]),
+                           (("o_b", "o_h"), g.out_strides), (("l_b", "l_h"), g.lse_strides)):
+        for name, stride in zip(names, strides, strict=False):
+            setattr(args, name, stride)
+    build = build_of(g.dtype, D, DV, config, cut.kind, None if g.table is None else g.k[0][1], scanned, g.switches)
+    return hopper.Launch(build, blocks, workers, cluster, args)
+
+
+def _scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What products take, and what the tanh of a capped score takes; both so that scores come out in base 2.
+
+    A cap past every score is as good as any larger one, and both stay within float32.
+    """
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    cap = min(softcap, 2.0**100)
+    return max(min(scale / cap, MAX_FLOAT32), -MAX_FLOAT32), cap * LOG2_E
+
+
+def build_of(dtype: str, D: int, DV: int, config: Config, kind: int, page: int | None, scanned: bool,
+             switches: Switches = PLAIN) -> hopper.Build:
     """The Hopper kernel of a shape; `page` tokens a page, None for a contiguous cache."""
     return hopper.Build(dtype, D, DV, config.heads // 8, page or 0, config.copies == "boxes", kind, scanned,
-                        config.tile, config.warps, config.stages)
+                        config.tile, config.warps, config.stages, switches.capped, switches.sloped, switches.sinks)
 
 
-def attention_variant(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, paged: bool, scanned: bool,
-                      aligned: bool, pdl: bool, interpret: bool = False) -> Variant:
-    """The portable attention kernel of a shape."""
-    # A product takes 16 columns at least. Without vectors every element takes an address, and more warps have room.
-    return Variant("portable", dtype, constants({
-        "D": D, "DV": DV, "DP": max(_power(D), 16), "DVP": max(_power(DV), 16), "T": config.tile,
-        "GP": max(min(_power(G), config.heads), 16), "CHUNK": CHUNK, "KIND": kind, "SCANNED": scanned,
-        "STAGES": config.stages, "PDL": pdl, "PAGED": paged, "UNIT": aligned, "PRECISION": "ieee",
-        "WIDEN": interpret and dtype == "bfloat16",
-    }), config.warps if aligned else 8, config.stages,
-                   aligned=("s_kp", "s_kt", "s_kh", "s_vp", "s_vt", "s_vh") if aligned else (),
-                   unaligned=("Q", "OUT", "TABLE", "SEQ", "LSE") + (() if aligned else ("K", "V")))
-
-
-def merge_variant(dtype: str, DV: int, shape: tuple[int, int, int], tile: int, kind: int, by_worker: bool,
-                  scanned: bool, pdl: bool) -> Variant:
-    """The merge kernel of a shape; see `merge_shape`."""
-    columns, states, warps = shape
-    return Variant("merge", dtype, constants({
-        "DV": DV, "COLUMNS": columns, "STATES": states, "T": tile, "CHUNK": CHUNK, "KIND": kind,
-        "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": pdl,
-    }), warps, pdl=pdl, unaligned=("OUT", "SEQ", "LSE"))
-
-
-def prefix_variant(tile: int, kind: int) -> Variant:
-    """The scan of many lengths, which sees no elements: one for all dtypes."""
-    return Variant("prefix", "float32", constants({"T": tile, "CHUNK": SCAN_CHUNK, "KIND": kind}), 8,
-                   unaligned=("SEQ",))
-
-
-def variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None,
-             pdl: bool) -> list[Variant | hopper.Build]:
+def variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None, pdl: bool,
+             switches: Switches = PLAIN) -> list[Variant | nvrtc.Build]:
     """Every kernel that calls of a shape and a kind of schedule can take, whatever their lengths and batch."""
-    found: list[Variant | hopper.Build] = [prefix_variant(config.tile, kind)]
-    for scanned in (False, True):
-        found.append(build_of(dtype, D, DV, config, kind, page, scanned) if config.copies else
-                     attention_variant(dtype, D, DV, G, config, kind, page is not None, scanned, True, pdl))
-        if config.copies and kind == STREAM_K:
-            continue
-        found += [merge_variant(dtype, DV, shape, config.tile, kind, by_worker, scanned, pdl)
-                  for shape in MERGES for by_worker in ((False, True) if kind == STREAM_K else (False,))]
+    merges = not (config.copies in ("boxes", "rows") and kind == STREAM_K)
+    found: list[Variant | nvrtc.Build] = [*triton_variants(dtype, D, DV, G, config, kind, page, pdl, switches,
+                                                           attention=not config.copies, merge=merges)]
+    if config.copies == "many":
+        found += [many_build(dtype, D, config, kind, page or 0, scanned, switches) for scanned in (False, True)]
+        if kind == STREAM_K:  # see `cut_many`
+            found.append(many_build(dtype, D, config, ROUNDS, page or 0, False, switches))
+            found += [merge_variant(dtype, DV, shape, config.tile, SPLITS, False, False, pdl, switches)
+                      for shape in MERGES]
+    elif config.copies:
+        found += [build_of(dtype, D, DV, config, kind, page, scanned, switches) for scanned in (False, True)]
     return found
 
 
-def merge_shape(rows: int, columns: int) -> tuple[int, int, int]:
-    """Columns, states and warps of a program of the merge, for `rows` queries of `columns` outputs each."""
-    best = MERGES[0]
-    for shape in MERGES[1:]:
-        if rows * -(-columns // shape[0]) >= MERGE_PROGRAMS:
-            best = shape
-    return best
-
-
-def decode(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor, lse: Tensor, *,
-           scale: float, window: int | None, schedule: Schedule, config: Config, workers: int,
-           interpret: bool = False) -> None:
-    """`plan`, then `run`."""
-    run(plan(q, k, v, table, out, lse, scale=scale, window=window, schedule=schedule, config=config, workers=workers,
-             interpret=interpret), q, k, v, seq_lens, table, out, lse, interpret=interpret)
+def attend(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor, lse: Tensor, *,
+           starts: Tensor | None = None, options: Options = NONE, interpret: bool = False, **how: Any) -> None:
+    """`plan`, which takes `how`, then `run`."""
+    requests = None if starts is None else seq_lens.shape[0]
+    call = plan(q, k, v, table, out, lse, requests=requests, options=options, interpret=interpret, **how)
+    run(call, q, k, v, seq_lens, table, out, lse, starts=starts, options=options, interpret=interpret)
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, out: Tensor, lse: Tensor, *, scale: float,
-         window: int | None, schedule: Schedule, config: Config, workers: int, interpret: bool = False) -> Call:
-    """What calls with tensors of these sizes, strides and alignment have in common.
+         window: int | None, schedule: Schedule, config: Config, workers: int, requests: int | None = None,
+         causal: bool = True, options: Options = NONE, interpret: bool = False) -> Call:
+    """What calls with tensors of these sizes, strides and alignment, and with such options, have in common.
 
-    q [B, HQ, D] and out with unit last stride; k, v [pages, page_size, KH, D] with a table [B, max_pages] of unit last
-    stride, or [B, S, KH, D]. The caller holds what `config.copies` asks for: `copies_of` both caches and 16-byte
-    alignment of them, 4-byte alignment of q's rows.
+    q [T, HQ, D] and out with unit last stride; k, v [pages, page_size, KH, D] with a table [B, max_pages] of unit last
+    stride, or [B, S, KH, D]. `requests` is B where they have several query tokens, None where T is. The caller holds
+    what `config.copies` asks for: `copies_of` both caches and 16-byte alignment of them, 4-byte alignment of q's rows.
     """
     aligned = bool(config.copies) or (
         vectors_fit(k.stride(), k.element_size()) and vectors_fit(v.stride(), v.element_size())
         and not (k.data_ptr() | v.data_ptr()) % 16)
-    return _plan(_DTYPE_NAMES[q.dtype], q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
-                 None if table is None else (table.shape, table.stride()), out.stride(), lse.stride(), aligned, scale,
-                 window, schedule, config, workers, not interpret and dependent_launch(q.device.index), interpret)
+    mask = options.mask
+    geometry = Geometry(
+        _DTYPE_NAMES[q.dtype], (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()),
+        None if table is None else (table.shape, table.stride()), out.stride(), lse.stride(), aligned, scale, window,
+        requests, causal, options.softcap, options.sinks is not None, options.alibi_slopes is not None,
+        (0, 0) if mask is None else (mask.shape[1], mask.stride(0)))
+    return make(geometry, schedule, config, workers, not interpret and dependent_launch(q.device.index), interpret)
 
 
 def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor,
-        lse: Tensor | None, *, interpret: bool = False) -> None:
-    """Fill `out` [B, HQ, DV] and `lse` [B, HQ] on q's device, in at most three launches and without a synchronisation.
+        lse: Tensor | None, *, starts: Tensor | None = None, options: Options = NONE, interpret: bool = False) -> None:
+    """Fill `out` [T, HQ, DV] and `lse` [T, HQ] on q's device, in at most four launches and without a synchronisation.
 
-    The tensors are like those that the call was planned for, and seq_lens is contiguous; the device is current. Without
-    `lse` (only where that of the plan was contiguous) it is lost.
+    The tensors are like those that the call was planned for, and seq_lens and `starts`, cu_seqlens_q, are contiguous;
+    the device is current. Without `lse` (only where that of the plan was contiguous) it is lost.
     """
     if table is None:
         table = seq_lens
+    given = seq_lens, table, starts, options.sinks, options.alibi_slopes, options.mask
     inputs: tuple[Any, ...] = q, k, v
     at: tuple[Any, ...]
+    parts: tuple[Any, ...]
     capturing = False
     if interpret:
         device, stream = None, 0
         scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
-        parts = [scratch[begin:] for begin in call.offsets]
-        at = seq_lens, table, out, lse, *parts[:3], parts[3].view(torch.int64)
+        o, m, l, before, _, rows = (scratch[begin:] for begin in call.offsets)  # noqa: E741
+        at = tuple(seq_lens if x is None else x for x in given)
+        parts = out, lse, o, m, l, before.view(torch.int64), rows.view(torch.int32)
     else:
         device = q.get_device()
         stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch.cuda.is_current_stream_capturing()
@@ -324,21 +442,26 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Te
             scratch = torch.empty(call.scratch, dtype=torch.float32, device=q.device)
             base = scratch.data_ptr()
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        o, m, l, before, ends = call.offsets  # noqa: E741
-        at = (seq_lens.data_ptr(), table.data_ptr(), out.data_ptr(),
-              base + 4 * ends if lse is None else lse.data_ptr(), base + 4 * o, base + 4 * m, base + 4 * l,
-              base + 4 * before)
-    seq, table_at, out_at, lse_at, part_o, part_m, part_l, before = at
-    prefix, attention, merge = call.launchers(device)
+        at = tuple(0 if x is None else x.data_ptr() for x in given)
+        parts = tuple(base + 4 * begin for begin in call.offsets)
+        parts = (out.data_ptr(), parts[4] if lse is None else lse.data_ptr(), *parts[:4], parts[5])
+    seq, table_at, starts_at, sinks, slopes, mask = at
+    out_at, lse_at, part_o, part_m, part_l, before_at, rows_at = parts
+    expand, prefix, attention, merge = call.launchers(device)
+    if expand is not None:
+        expand(call.expand_grid, stream, starts_at, seq, rows_at, *call.expand_args)
+        seq = rows_at
     if prefix is not None:
-        prefix((1, 1, 1), stream, seq, before, *call.prefix_args)
-    if isinstance(call.attention, hopper.Launch):
-        attention(stream, capturing, k, v, (*inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l))
+        prefix((1, 1, 1), stream, seq, before_at, *call.prefix_args)
+    addresses = *inputs, table_at, seq, before_at, out_at, lse_at, part_o, part_m, part_l
+    if isinstance(call.attention, Variant):
+        attention(call.attention_grid, stream, *addresses, sinks, slopes, mask, *call.attention_args)
+    elif isinstance(call.attention, many.Launch):
+        attention(stream, k, v, (*addresses, sinks, slopes, mask))
     else:
-        attention(call.attention_grid, stream, *inputs, table_at, seq, before, out_at, lse_at, part_o, part_m, part_l,
-                  *call.attention_args)
+        attention(stream, capturing, k, v, (*addresses, sinks, slopes))
     if merge is not None:
-        merge(call.merge_grid, stream, seq, before, out_at, lse_at, part_o, part_m, part_l, *call.merge_args)
+        merge(call.merge_grid, stream, seq, before_at, out_at, lse_at, part_o, part_m, part_l, sinks, *call.merge_args)
 
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -348,10 +471,6 @@ def _interpreted(variant: Variant) -> Any:
     """A kernel in Triton's interpreter, called as a `kernels.Compiled`."""
     run = kernels.function(variant.kernel)
     return lambda grid, stream, *args: run[grid](*args)
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _round(words: int) -> int:

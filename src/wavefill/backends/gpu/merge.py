@@ -8,13 +8,14 @@ from wavefill.backends.gpu.cursor import (
     batch,
     cut_at,
     divide,
-    length_of,
     locate,
     piece_size,
     pieces,
-    row_tiles,
+    tiles_of,
     totals,
 )
+from wavefill.backends.gpu.rows import COUNT, FIRST, PLANES
+from wavefill.backends.gpu.scores import with_sinks
 
 
 @triton.jit
@@ -29,25 +30,27 @@ def owner(at, total, workers):
 
 
 @triton.jit
-def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, window, limit, param, rule,
-          s_ob, s_oh, s_lb, s_lh,
+def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, SINK, B, KH, G, queries, tokens, workers, window, limit, param,
+          rule, s_ot, s_oh, s_lt, s_lh,
           DV: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr,
-          KIND: tl.constexpr, BY_WORKER: tl.constexpr, SCANNED: tl.constexpr, PDL: tl.constexpr):
-    """One program a (unit, query head of its group, COLUMNS of the output); a unit is a (row, KV head).
+          KIND: tl.constexpr, BY_WORKER: tl.constexpr, SCANNED: tl.constexpr, PDL: tl.constexpr,
+          SEVERAL: tl.constexpr, SINKS: tl.constexpr):
+    """One program a (unit, one of its `queries`, COLUMNS of the output); unit and queries are those of `portable`.
 
     STATES partial states are read at a time and always in order, so the bits do not depend on who was last. Units of
-    one segment were written by the attention kernel and are left alone; rows without keys are written here.
+    one segment were written by the attention kernel and are left alone; rows without keys are written here, and where
+    SEVERAL the query tokens of no request, which have no sinks either, up to `tokens`.
 
     BY_WORKER: the grid has a program a worker in place of one a unit. Program w then merges the unit in whose middle
     worker w starts, if no worker before it does; there are at most as many as workers, however many units there are.
     """
     pid = tl.program_id(0)
     o_b = tl.arange(0, CHUNK)
-    g = tl.program_id(1)
     o_c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     o_s = tl.arange(0, STATES)
     m_c = o_c < DV
-    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+    total, param = totals(SEQ, BEFORE, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED,
+                          SEVERAL)
     per, rest = divide(total, workers)
     row = tl.cast(0, tl.int32)
     head = tl.cast(0, tl.int32)
@@ -55,15 +58,11 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
     begin = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
     if BY_WORKER:
-        for empty in range(pid, B, tl.num_programs(0)):
-            _, there = row_tiles(length_of(SEQ, empty, limit), window, T)
-            if there == 0:
-                for h in range(0, KH):
-                    _nothing(OUT, LSE, empty, h * G + g, o_c, m_c, s_ob, s_oh, s_lb, s_lh)
         mine = cut_at(pid, workers, per, rest)
         if (total > 0) & (mine < total):
-            row, tiles, cut = locate(SEQ, BEFORE, B, KH, mine, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
-            _, n = row_tiles(length_of(SEQ, row, limit), window, T)
+            row, tiles, cut = locate(SEQ, BEFORE, B, KH, mine, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED,
+                                     SEVERAL)
+            n = tiles_of(SEQ, row, B, window, limit, T, SEVERAL)
             head = (mine - tiles).to(tl.int32) // n
             begin = tiles + head.to(tl.int64) * n
             first = owner(begin, total, workers) == owner(tl.maximum(mine - 1, begin), total, workers)
@@ -72,11 +71,14 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
     else:
         row = pid // KH
         head = pid % KH
-        _, n = row_tiles(length_of(SEQ, row, limit), window, T)
+        n = tiles_of(SEQ, row, B, window, limit, T, SEVERAL)
         if n == 0:
-            _nothing(OUT, LSE, row, head * G + g, o_c, m_c, s_ob, s_oh, s_lb, s_lh)
+            query = tl.program_id(1)
+            _no_keys(SEQ, OUT, LSE, SINK, row, B, query // G, head * G + query % G, o_c, m_c, s_ot, s_oh, s_lt, s_lh,
+                     SEVERAL, SINKS)
         else:
-            begin, cut = _before(SEQ, BEFORE, B, KH, row, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED)
+            begin, cut = _before(SEQ, BEFORE, B, KH, row, window, limit, param, rule, o_b, CHUNK, T, KIND, SCANNED,
+                                 SEVERAL)
             begin += head.to(tl.int64) * n
     low = tl.cast(0, tl.int64)
     high = tl.cast(0, tl.int64)
@@ -88,6 +90,13 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
             count = pieces(n, piece_size(n, param, rule, KH, KIND), KIND)
             low = cut + head.to(tl.int64) * count
             high = low + count
+    # What divisions of 64 bits, which are calls of functions, would have to keep comes after them.
+    query = tl.program_id(1)
+    token, g = query // G, query % G  # of the row, and of the group
+    out_token = row
+    if SEVERAL:
+        out_token = tl.load(SEQ + FIRST * B + row) + token
+        high = tl.where(token < tl.load(SEQ + COUNT * B + row), high, low)
     if PDL:  # in every program: the end of this grid must mean the end of the one before it
         tl.extra.cuda.gdc_wait()
     if high - low > 1:
@@ -101,7 +110,7 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
                 run = cut_at(at, workers, per, rest)
                 m_s &= run < cut_at(at + 1, workers, per, rest)
                 at = 2 * at + tl.where(run < begin, 1, 0)
-            at = at * G + g
+            at = at * queries + query
             p_m = tl.load(PART_M + at, mask=m_s, other=float("-inf"))
             p_l = tl.load(PART_L + at, mask=m_s, other=0.0)
             p_o = tl.load(PART_O + (at * DV)[:, None] + o_c[None, :], mask=m_s[:, None] & m_c[None, :], other=0.0)
@@ -112,32 +121,64 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, B, KH, G, workers, wind
             b_sum = b_sum * old + tl.sum(p_l * weight, 0)
             b_acc = b_acc * old + tl.sum(p_o * weight[:, None], 0)
             b_max = b_new
-        query = (head * G + g).to(tl.int64)
+        b_head = head * G + g
+        if SINKS:
+            b_max, b_sum, factor = with_sinks(SINK, b_head, True, b_max, b_sum)
+            b_acc *= factor
         b_o = b_acc / tl.where(b_sum == 0, 1.0, b_sum)
-        tl.store(OUT + row.to(tl.int64) * s_ob + query * s_oh + o_c, b_o.to(OUT.dtype.element_ty), mask=m_c)
+        tl.store(OUT + out_token.to(tl.int64) * s_ot + b_head.to(tl.int64) * s_oh + o_c,
+                 b_o.to(OUT.dtype.element_ty), mask=m_c)
         if tl.program_id(2) == 0:
-            tl.store(LSE + row.to(tl.int64) * s_lb + query * s_lh, (b_max + tl.log2(b_sum)) * 0.6931471805599453)
+            tl.store(LSE + out_token.to(tl.int64) * s_lt + b_head.to(tl.int64) * s_lh,
+                     (b_max + tl.log2(b_sum)) * 0.6931471805599453)
+    if BY_WORKER:
+        for empty in range(pid, B, tl.num_programs(0)):
+            there = tiles_of(SEQ, empty, B, window, limit, T, SEVERAL)
+            if there == 0:
+                for h in range(0, KH):
+                    _no_keys(SEQ, OUT, LSE, SINK, empty, B, token, h * G + g, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SEVERAL,
+                             SINKS)
+    if SEVERAL:
+        for padding in range(tl.load(SEQ + PLANES * B) + pid, tokens, tl.num_programs(0)):
+            for h in range(query, KH * G, queries):
+                _nothing(OUT, LSE, SINK, padding, h, o_c, m_c, s_ot, s_oh, s_lt, s_lh, False)
 
 
 @triton.jit
-def _nothing(OUT, LSE, row, query, o_c, m_c, s_ob, s_oh, s_lb, s_lh):
-    """The result of a query without keys."""
-    tl.store(OUT + tl.cast(row, tl.int64) * s_ob + tl.cast(query, tl.int64) * s_oh + o_c,
+def _no_keys(SEQ, OUT, LSE, SINK, row, B, token, head, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SEVERAL: tl.constexpr,
+             SINKS: tl.constexpr):
+    """The result of a query of a row without keys, if the row has so many tokens."""
+    if SEVERAL:
+        if token < tl.load(SEQ + COUNT * B + row):
+            _nothing(OUT, LSE, SINK, tl.load(SEQ + FIRST * B + row) + token, head, o_c, m_c, s_ot, s_oh, s_lt, s_lh,
+                     SINKS)
+    else:
+        _nothing(OUT, LSE, SINK, row, head, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SINKS)
+
+
+@triton.jit
+def _nothing(OUT, LSE, SINK, token, head, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SINKS: tl.constexpr):
+    """The result of a query that sees no key: nothing, and its sink."""
+    tl.store(OUT + tl.cast(token, tl.int64) * s_ot + tl.cast(head, tl.int64) * s_oh + o_c,
              tl.zeros_like(o_c).to(OUT.dtype.element_ty), mask=m_c)
     if tl.program_id(2) == 0:
-        tl.store(LSE + tl.cast(row, tl.int64) * s_lb + tl.cast(query, tl.int64) * s_lh, float("-inf"))
+        at = LSE + tl.cast(token, tl.int64) * s_lt + tl.cast(head, tl.int64) * s_lh
+        if SINKS:
+            tl.store(at, tl.load(SINK + head))
+        else:
+            tl.store(at, float("-inf"))
 
 
 @triton.jit
 def _before(SEQ, BEFORE, B, KH, row, window, limit, param, rule, o_b,
-            CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr):
+            CHUNK: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr, SCANNED: tl.constexpr, SEVERAL: tl.constexpr):
     """Tiles and pieces of all heads of the rows before `row`."""
     if SCANNED:
         return tl.load(BEFORE + row), tl.load(BEFORE + B + 1 + row)
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
     for b0 in range(0, row, CHUNK):
-        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, b0 + o_b < row), window, T)
+        n = tiles_of(SEQ, b0 + o_b, B, window, limit, T, SEVERAL, b0 + o_b < row)
         tiles += tl.sum(n.to(tl.int64), 0)
         if KIND != STREAM_K:
             cut += tl.sum(pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64), 0)
@@ -146,19 +187,19 @@ def _before(SEQ, BEFORE, B, KH, row, window, limit, param, rule, o_b,
 
 @triton.jit
 def prefix(SEQ, BEFORE, B, KH, workers, window, limit, param, rule,
-           T: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):
+           T: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, SEVERAL: tl.constexpr):
     """BEFORE [2 * B + 3] int64: tiles [B + 1] and pieces [B + 1] of all heads of the rows before each, then the
     schedule's parameter; one program.
 
     Runs first when there are more requests than a worker scans by itself.
     """
     o_b = tl.arange(0, CHUNK)
-    _total, param = batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND)
+    _total, param = batch(SEQ, B, KH, workers, window, limit, param, rule, o_b, CHUNK, T, KIND, SEVERAL)
     tiles = tl.cast(0, tl.int64)
     cut = tl.cast(0, tl.int64)
     for b0 in range(0, B, CHUNK):
         m_b = b0 + o_b < B
-        _, n = row_tiles(length_of(SEQ, b0 + o_b, limit, m_b), window, T)
+        n = tiles_of(SEQ, b0 + o_b, B, window, limit, T, SEVERAL, m_b)
         parts = pieces(n, piece_size(n, param, rule, KH, KIND), KIND).to(tl.int64) * KH
         n = n.to(tl.int64) * KH
         tl.store(BEFORE + b0 + o_b, tiles + tl.cumsum(n, 0) - n, mask=m_b)

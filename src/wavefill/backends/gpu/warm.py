@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from wavefill.backends.gpu import capability, config_of, device_gap, hopper, is_hopper, kernels, launch
+from wavefill.backends.gpu import capability, config_of, device_gap, hopper, is_hopper, kernels, launch, many, nvrtc
+from wavefill.backends.gpu.variants import SPLITS, STREAM_K, Switches
 from wavefill.spec import DTYPE_BYTES, AttentionSpec, BackendUnavailable, Schedule, complaint
 
 
@@ -19,7 +20,7 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
 
     Kernels are compiled in processes of their own, `jobs` at a time, into the folder that calls load them from.
     """
-    wanted: dict[kernels.Variant | hopper.Build, None] = {}
+    wanted: dict[kernels.Variant | nvrtc.Build, None] = {}
     for spec in specs:
         gap = device_gap(index) or capability(spec)
         if gap is not None:
@@ -37,17 +38,17 @@ def warmup(specs: Iterable[AttentionSpec], schedules: Sequence[Schedule], index:
             with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
                 list(pool.map(_compile, fresh, [driver.active.get_current_target()] * len(fresh)))
         for variant in fresh:
-            if isinstance(variant, hopper.Build):
-                hopper.function(variant, index)
+            if isinstance(variant, nvrtc.Build):
+                nvrtc.function(variant, index)
             else:
                 kernels.compiled(variant, index)
     return len(wanted)
 
 
-def _compile(variant: kernels.Variant | hopper.Build, target: Any) -> None:
+def _compile(variant: kernels.Variant | nvrtc.Build, target: Any) -> None:
     """In a process of its own: into the folder that calls load from."""
-    if isinstance(variant, hopper.Build):
-        hopper.machine_code(variant)
+    if isinstance(variant, nvrtc.Build):
+        nvrtc.machine_code(variant)
     else:
         kernels.compile_only(variant, target)
 
@@ -55,11 +56,22 @@ def _compile(variant: kernels.Variant | hopper.Build, target: Any) -> None:
 def _variants(spec: AttentionSpec, schedule: Schedule, index: int) -> list[Any]:
     item = DTYPE_BYTES[spec.dtype]
     copies = ""
+    several = spec.q_len > 1
     if is_hopper(index) and item == 2 and not (spec.D % 16 or spec.DV % 16):
         copies = "rows" if (spec.page_size or 0) % hopper.SIXTEEN else "boxes"
-    config = config_of(spec.D, spec.DV, spec.G, item, schedule, copies=copies)
-    kinds = [launch.cut_of(schedule, config.tile).kind]
-    if kinds == [launch.STREAM_K] and copies and launch.splits_instead(1, spec.KH, launch.sm_count(index)):
-        kinds.append(launch.SPLITS)
-    return [variant for kind in kinds for variant in launch.variants(
-        spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size, launch.dependent_launch(index))]
+        if several:
+            copies = "many" if copies == "boxes" and spec.D == spec.DV and spec.D in many.HEAD_SIZES else ""
+    # A call may name any bound of its query tokens, or none.
+    bounds = [None, *(1 << i for i in range((spec.q_len - 1).bit_length() + 1))] if several else [None]
+    found: dict[Any, None] = {}
+    for config in dict.fromkeys(config_of(spec.D, spec.DV, spec.G, item, schedule, copies=copies, several=several,
+                                          max_q_len=bound) for bound in bounds):
+        kinds = [launch.cut_of(schedule, config.tile).kind]
+        if (kinds == [STREAM_K] and copies in ("boxes", "rows")
+                and launch.splits_instead(1, spec.KH, launch.sm_count(index))):
+            kinds.append(SPLITS)
+        for kind in kinds:
+            found |= dict.fromkeys(launch.variants(
+                spec.dtype, spec.D, spec.DV, spec.G, config, kind, spec.page_size, launch.dependent_launch(index),
+                Switches(several)))
+    return list(found)

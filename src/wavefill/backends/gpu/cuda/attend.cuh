@@ -45,9 +45,9 @@ struct Reader {
     // mine: number of the warp among those of the team's programs.
     __device__ __forceinline__ void begin(const Args& a, const Cursor& c, i32 mine, i32 log_team) {
         low = a.window > 0 ? most(c.length - a.window, 0) : 0;
-        stop = least((c.first + c.end) * T, c.length);
+        stop = least((c.first + most(c.end - c.opening, 0)) * T, c.length);
         step = (WARPS * SUB) << log_team;
-        lo = most((c.first + c.t) * T, low) / SUB * SUB + mine * SUB;
+        lo = most((c.first + most(c.t - c.opening, 0)) * T, low) / SUB * SUB + mine * SUB;
         count = stop > lo ? (u32(stop - lo - 1) / (WARPS * SUB) >> log_team) + 1 : 0;
         row = c.row, head = c.head;
         ids_of = a.table + c.row * a.t_b;
@@ -115,8 +115,28 @@ struct Reader {
     __device__ __forceinline__ bool partial(i32 i) const { return token(i) < low || token(i) + SUB > stop; }
 };
 
+// ALiBi's slopes of a lane's heads, times log2(e), and the position of the query.
+struct Slopes {
+    float of[NT][2];
+    i32 position;
+
+    __device__ __forceinline__ void load(const Args& a, const Cursor& c, i32 g0, i32 G, i32 lane) {
+        if (!SLOPED) return;
+        position = c.length - 1;
+#pragma unroll
+        for (i32 n = 0; n < NT; n++)
+#pragma unroll
+            for (i32 h = 0; h < 2; h++) {
+                const i32 g = n * 8 + lane % 4 * 2 + h;
+                of[n][h] = g < G ? __ldg(a.slopes + c.head * a.G + g0 + g) * LOG2_E : 0;
+            }
+    }
+};
+
 // The state of one warp's sixteens.
-__device__ __forceinline__ void attend(Reader& reader, const u32 (&q)[NT][D / 16][2], float scale, State& s) {
+__device__ __forceinline__ void attend(Reader& reader, const u32 (&q)[NT][D / 16][2], const Args& args,
+                                       const Slopes& slopes, State& s) {
+    const float scale = args.scale;
     const i32 lane = reader.lane, g = lane / 4;
     const u32 k_first = first_columns(lane % 16, lane / 16, K_ROW);
     const u32 v_first = first_columns(lane / 16 * 8 + lane % 8, lane / 8 % 2, V_ROW);
@@ -144,7 +164,11 @@ __device__ __forceinline__ void attend(Reader& reader, const u32 (&q)[NT][D / 16
 #pragma unroll
         for (i32 n = 0; n < NT; n++)
 #pragma unroll
-            for (i32 c = 0; c < 4; c++) p[n][c] = (p[n][c] + odd[n][c]) * scale;
+            for (i32 c = 0; c < 4; c++) {
+                p[n][c] = (p[n][c] + odd[n][c]) * scale;
+                if (CAPPED) p[n][c] = args.cap * tanh_of(p[n][c]);
+                if (SLOPED) p[n][c] -= slopes.of[n][c % 2] * float(slopes.position - (reader.token(i) + g + c / 2 * 8));
+            }
         if (reader.partial(i)) {
 #pragma unroll
             for (i32 c = 0; c < 4; c += 2) {

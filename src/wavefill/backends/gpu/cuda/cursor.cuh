@@ -24,14 +24,16 @@ typedef i64 Tiles;
 typedef i32 Tiles; // of a batch that cannot have more
 #endif
 
-enum { STREAM_K, SPLITS, CHUNKS };
+enum { STREAM_K, SPLITS, CHUNKS, ROUNDS };
 enum { GIVEN, ITEMS, FLASHDECODING, BOUNDED };
 constexpr i32 ITEMS_PER_WORKER = 4, MAX_PIECES = 1024, MAX_SPLITS = 128;
+constexpr i32 OPENING = 7; // tiles that are read in the time that a further segment of a run costs
 constexpr i32 GROWN_LEAST = 4, GROWN_QUARTER = 16, GROWN_PIECES = 64, GROWN_MOST = 64;
 
 HOST_DEVICE i32 least(i32 a, i32 b) { return a < b ? a : b; }
 HOST_DEVICE i32 most(i32 a, i32 b) { return a > b ? a : b; }
 HOST_DEVICE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+HOST_DEVICE i64 most(i64 a, i64 b) { return a > b ? a : b; }
 
 // a / b for a >= 0, b > 0; nearly always in 32 bits, which take a tenth of the time.
 HOST_DEVICE i64 over64(i64 a, i64 b) {
@@ -40,16 +42,14 @@ HOST_DEVICE i64 over64(i64 a, i64 b) {
 }
 HOST_DEVICE Tiles over(Tiles a, i32 b) { return WIDE ? Tiles(over64(a, b)) : Tiles(u32(a) / u32(b)); }
 
-// The tiles of a row: the first that its window leaves, and how many.
+// The tiles of a row, of keys [begin, length): the first, and how many.
 struct Row {
     i32 length, first, n;
 };
 
-HOST_DEVICE Row row_of(i32 length, i32 limit, i32 window) {
-    length = least(length, limit);
-    i32 begin = window > 0 ? most(length - window, 0) : 0;
+HOST_DEVICE Row row_of(i32 begin, i32 length, i32 opening) {
     i32 first = u32(begin) / T;
-    return {length, first, length > begin ? i32(u32(length - 1) / T) + 1 - first : 0};
+    return {length, first, length > begin ? i32(u32(length - 1) / T) + 1 - first + opening : 0};
 }
 
 // What cuts a row of n tiles: its number of pieces (SPLITS) or the tiles of a piece (CHUNKS).
@@ -135,5 +135,6 @@ struct Runs {
 struct Cursor {
     i32 row, length, first, n; // the row
     i32 size, head, piece, t, end;
-    Tiles cut; // pieces of all heads of the rows before
+    Tiles cut;   // pieces of all heads of the rows before
+    i32 opening; // tiles that every unit counts more than it has, at its start: see `share_out`
 };

@@ -9,7 +9,8 @@
 // where they are enough, loops that are not unrolled where they run once, everything for a load before what can wait.
 //
 // variant.cuh has T, KIND, SCANNED, WIDE (more than 2^31 tiles are possible), BF16, D, DV, NT (groups of eight query
-// heads), WARPS, STAGES, BOXES (see attend.cuh) and PAGE (tokens of a page, 0: contiguous).
+// heads), WARPS, STAGES, BOXES (see attend.cuh), PAGE (tokens of a page, 0: contiguous), and what scores go through:
+// CAPPED, SLOPED, SINKS.
 
 #include "cursor.cuh"
 
@@ -22,9 +23,10 @@ struct Args {
     const i64* before;
     u16* out;
     float *lse, *part_o, *part_m, *part_l;
+    const float *sinks, *slopes;
     u32* counters; // tiles that have arrived of each unit that is cut, by its first run; zeros before and after
     i64 q_b, q_h, k_p, k_t, k_h, v_p, v_t, v_h, o_b, o_h, l_b, l_h, t_b;
-    float scale; // of the scores, times log2(e)
+    float scale, cap; // of the scores times log2(e); where CAPPED, of the products what the tanh takes, and its factor
     i32 B, KH, G, window, limit, param, rule;
     i32 align; // teams may lose one in so many to be a multiple of the units
 };
@@ -41,21 +43,27 @@ struct Maps {
 #include "join.cuh"
 
 // How the work is shared out: a team has as many programs as there are for a unit, and runs are of equal length. Where
-// they nearly fit, only so many teams work that units of equal length are cut alike, or not at all.
+// they nearly fit, only so many teams work that units of equal length are cut alike, or not at all. Where runs have
+// several units of unequal length, those with many short ones would end last, because rings run dry between segments;
+// so every unit counts `opening` tiles more than it has, up to an eighth of a run, which take no reading. A run can lie within an opening: its
+// state is that of no keys.
 struct Share {
     Runs runs;
-    i32 log_team;
+    i32 log_team, opening;
 };
 
 __device__ __forceinline__ Share share_out(const Args& a, const Batch& batch, i32 programs, i32 cluster) {
-    if (KIND != STREAM_K) return {Runs(batch.tiles, i32(least(batch.tiles, Tiles(programs)))), 0};
+    if (KIND != STREAM_K) return {Runs(batch.tiles, i32(least(batch.tiles, Tiles(programs)))), 0, 0};
     const i32 units = batch.rows * a.KH;
     // The exponent of programs / units; half a program keeps what divides exactly from being rounded down.
     const i32 log_share = (__float_as_int(__fdividef(programs + 0.5f, float(most(units, 1)))) >> 23) - 127;
     const i32 log_team = most(least(log_share, 31 - __clz(least(cluster, VECTORS))), 0);
     i32 teams = programs >> log_team;
     if (units && teams > units && teams % units * a.align <= teams) teams -= teams % units;
-    return {Runs(batch.tiles, i32(least(batch.tiles, Tiles(teams)))), log_team};
+    const bool uneven = !SCANNED && 4 * units >= teams && batch.tiles != Tiles(batch.longest) * units;
+    const i32 opening = uneven ? i32(least(Tiles(OPENING << log_team), over(batch.tiles, 8 * teams))) : 0;
+    const Tiles tiles = batch.tiles + Tiles(opening) * units;
+    return {Runs(tiles, i32(least(tiles, Tiles(teams)))), log_team, opening};
 }
 
 // Where a team is: a segment, and the linear tiles [at, stop) that are left of its run.
@@ -95,17 +103,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Place place = {{}, 0, 0, i32(blockIdx.x >> share.log_team), false};
     if (place.run < runs.count) {
         place.at = runs.cut(place.run), place.stop = runs.cut(place.run + 1);
-        if (place.at < place.stop) place.c = cursor_at(a, batch, place.at, place.stop, param, lane);
+        if (place.at < place.stop) place.c = cursor_at(a, batch, place.at, place.stop, param, share.opening, lane);
     }
     bool more = place.at < place.stop, ended = false;
     Segment done;
     Reader reader(maps, lane, shared_address(rings) + warp * RING, shared_address(sh.copies[warp]));
     UNROLL_NOT while (true) {
         u32 q[NT][D / 16][2];
+        Slopes slopes;
         if (more) { // what it reads first is on its way while the segment before it is finished
             reader.begin(a, place.c, team.rank * WARPS + warp, share.log_team);
             UNROLL_NOT for (i32 i = 0; i < STAGES - 1; i++) reader.issue(i);
             load_queries(a, q, place.c.row, place.c.head, g0, G, lane);
+            slopes.load(a, place.c, g0, G, lane);
         }
         if (ended) {
             finish(a, sh, rings, counters, runs, done, team, rounds, g0, G);
@@ -115,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (!more) break;
         State s;
-        attend(reader, q, a.scale, s);
+        attend(reader, q, a, slopes, s);
         keep(sh, rings, warp, lane, s);
         const Cursor& c = place.c;
         const i32 count = KIND == STREAM_K ? 1 : pieces(c.n, c.size), tiles = c.end - c.t;
@@ -139,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (row_at(a, b).n) continue;
             UNROLL_NOT for (i32 x = thread; x < a.KH * vectors; x += THREADS) {
                 const i32 query = x / vectors * a.G + g0 + x % vectors / VECTORS;
-                store(a, b, query, x % VECTORS * 4, {make_float4(0, 0, 0, 0), 0, 0});
+                store(a, b, query, x % VECTORS * 4, {make_float4(0, 0, 0, 0), NOTHING, 0});
             }
         }
     }

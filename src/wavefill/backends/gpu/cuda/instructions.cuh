@@ -1,6 +1,7 @@
 // Instructions that CUDA C++ has no names for.
 #pragma once
 
+constexpr float LOG2_E = 1.44269504089f;
 #define NOTHING __int_as_float(0xff800000) // minus infinity, the maximum of no scores
 #if BF16
 #define ELEMENT "bf16"
@@ -77,6 +78,14 @@ __device__ __forceinline__ float exp2_of(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
+}
+
+// Within a few units in the last place; near zero, where the quotient would cancel, by a series.
+__device__ __forceinline__ float tanh_of(float x) {
+    const float y = x * x, e = exp2_of(-2 * LOG2_E * fabsf(x));
+    const float near = x + x * y * (-0.33333299f + y * (0.13331958f + y * (-0.05378668f + y * (0.02080538f -
+                                                                                             y * 0.00590586f))));
+    return fabsf(x) < 0.6f ? near : copysignf(__fdividef(1 - e, 1 + e), x);
 }
 
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

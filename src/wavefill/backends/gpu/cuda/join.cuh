@@ -92,7 +92,12 @@ __device__ __forceinline__ void keep(Shared& sh, unsigned char* rings, i32 warp,
 // Four columns of a head's result, and its LSE beside the first of them.
 __device__ __forceinline__ void store(const Args& a, i32 row, i32 query, i32 column, Part p) {
     u16* to = a.out + row * a.o_b + query * a.o_h + column;
-    const float f = p.l == 0 ? 0 : __frcp_rn(p.l); // 0: no keys
+    float f = p.l == 0 ? 0 : 1; // 0: no keys
+    if (SINKS) {
+        const float sink = __ldg(a.sinks + query) * LOG2_E, top = fmaxf(p.m, sink);
+        f *= weight(p.m, top), p.l = p.l * weight(p.m, top) + weight(sink, top), p.m = top;
+    }
+    if (p.l != 0) f *= __frcp_rn(p.l);
     const u32 low = pack(p.o.x * f, p.o.y * f), high = pack(p.o.z * f, p.o.w * f);
     if ((reinterpret_cast<u64>(to) & 7) == 0) {
         *reinterpret_cast<uint2*>(to) = make_uint2(low, high);

@@ -1,10 +1,15 @@
-// A warp reads the batch's lengths: totals, and the row that has a linear tile.
+// A warp reads the batch's lengths, or where SEVERAL its rows': totals, and the row that has a linear tile.
 #pragma once
 
 constexpr u32 ALL = 0xffffffffu;
 
-__device__ __forceinline__ Row row_at(const Args& a, i32 b) {
-    return row_of(b < a.B ? __ldg(a.seq + b) : 0, a.limit, a.window);
+__device__ __forceinline__ Row row_at(const Args& a, i32 b, i32 opening = 0) {
+#if SEVERAL
+    return b < a.B ? row_of(__ldg(a.rows + b), __ldg(a.rows + i64(a.B) + b), opening) : Row{0, 0, 0};
+#else
+    const i32 length = least(b < a.B ? __ldg(a.seq + b) : 0, a.limit);
+    return row_of(a.window > 0 ? most(length - a.window, 0) : 0, length, opening);
+#endif
 }
 
 // The sum over lanes.
@@ -31,7 +36,7 @@ __device__ __forceinline__ Batch batch_of(const Args& a, i32 lane) {
             const i32 n = row_at(a, b).n;
             sum += n, rows += n > 0, longest = most(longest, n);
         }
-    return {all(sum) * a.KH, __reduce_add_sync(ALL, rows), KIND == SPLITS ? __reduce_max_sync(ALL, longest) : 0, row};
+    return {all(sum) * a.KH, __reduce_add_sync(ALL, rows), KIND == CHUNKS ? 0 : __reduce_max_sync(ALL, longest), row};
 }
 
 __device__ __forceinline__ Tiles sum_before(Tiles x, i32 lane) {
@@ -57,7 +62,8 @@ __device__ __forceinline__ void narrow(Tiles target, Tiles tiles_here, Tiles cut
 }
 
 // The row that has the linear tile `target`, and the tiles and pieces of all heads before it.
-__device__ __forceinline__ i32 locate(const Args& a, Tiles target, i32 param, i32 lane, Tiles& tiles, Tiles& cut) {
+__device__ __forceinline__ i32 locate(const Args& a, Tiles target, i32 param, i32 opening, i32 lane, Tiles& tiles,
+                                      Tiles& cut) {
     tiles = cut = 0;
     i32 row = 0;
     if (SCANNED) {
@@ -77,7 +83,7 @@ __device__ __forceinline__ i32 locate(const Args& a, Tiles target, i32 param, i3
     UNROLL_NOT for (i32 each = (a.B + 31) / 32, last = a.B;; each = 1) { // rows a lane, then one
         Tiles n = 0, p = 0;
         UNROLL_NOT for (i32 b = row + lane * each; b < least(row + lane * each + each, last); b++) {
-            const i32 here = row_at(a, b).n;
+            const i32 here = row_at(a, b, opening).n;
             n += here, p += parts(here);
         }
         narrow(target, n * a.KH, p * a.KH, each, lane, row, tiles, cut);
@@ -89,7 +95,7 @@ __device__ __forceinline__ i32 locate(const Args& a, Tiles target, i32 param, i3
 
 __device__ __forceinline__ void next_row(const Args& a, Cursor& c) {
     Row r;
-    do r = row_at(a, ++c.row);
+    do r = row_at(a, ++c.row, c.opening);
     while (r.n == 0 && c.row + 1 < a.B);
     c.length = r.length, c.first = r.first, c.n = r.n;
 }
@@ -107,14 +113,14 @@ __device__ __forceinline__ void next_unit(const Args& a, Cursor& c, i32 param, T
 
 // The cursor at the linear tile `at`, or at the first piece that begins there or later (`at` moves along).
 __device__ __forceinline__ Cursor cursor_at(const Args& a, const Batch& batch, Tiles& at, Tiles stop, i32 param,
-                                            i32 lane) {
+                                            i32 opening, i32 lane) {
     Cursor c;
     Tiles tiles = 0;
-    c.row = 0, c.cut = 0;
+    c.row = 0, c.cut = 0, c.opening = opening;
     Row r;
     if (SCANNED || a.B > 1) {
-        c.row = locate(a, at, param, lane, tiles, c.cut);
-        r = row_at(a, c.row);
+        c.row = locate(a, at, param, opening, lane, tiles, c.cut);
+        r = row_at(a, c.row, opening);
     } else {
         r = {__shfl_sync(ALL, batch.mine.length, 0), __shfl_sync(ALL, batch.mine.first, 0),
              __shfl_sync(ALL, batch.mine.n, 0)};
