@@ -11,7 +11,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from wavefill import ops
+from wavefill import checks, ops
 from wavefill.cache import KVPages
 from wavefill.calls import ONLINE, NoBackward, attend, hold_tensor, not_yet, online, wants_grad
 from wavefill.spec import (
@@ -292,9 +292,15 @@ def pack_mask(masks: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(masks, Tensor) and masks.dim() != 3:
         raise invalid("masks", "as one tensor must be [B, n, n]", list(masks.shape),
                       "Give a list of [n, n] for drafts of different lengths.")
+    if not isinstance(masks, (Tensor, Sequence)):
+        raise invalid_type("masks", "must be a tensor or a list of tensors", type(masks).__name__,
+                           "Pass one bool tensor [n, n] for each request.")
+    if isinstance(masks, Tensor):
+        checks.plain("masks", masks)
     each = list(masks)
     for i, mask in enumerate(each):
         hold_tensor(f"masks[{i}]", mask, "Pass one bool tensor [n, n] for each request.")
+        checks.plain(f"masks[{i}]", mask)
         if mask.dtype != torch.bool:
             raise invalid_type(f"masks[{i}]", "dtype must be bool", mask.dtype, "Compare, for example mask != 0.")
         if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:

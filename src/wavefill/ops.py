@@ -166,7 +166,9 @@ def _attention_out(
                    schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask))
     if rows is not out:
         out.copy_(rows)
-    elif call is not None and v_cache is not None:
+    else:
+        _written(out)
+    if rows is out and call is not None and v_cache is not None:
         direct.remember(q, k_cache, v_cache, seq_lens, block_table, scale, window, schedule, sm_budget, out, call)
     return lse
 
@@ -241,6 +243,12 @@ def _options(
         return NONE
     sinks, alibi_slopes = (None if x is None else x.float().contiguous() for x in (sinks, alibi_slopes))
     return Options(softcap, sinks, alibi_slopes, None if mask is None else mask.contiguous())
+
+
+def _written(x: Tensor) -> None:
+    """Tells autograd, which did not see a kernel write: what it saved of `x` before is no longer there."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
 
 
 def _unaligned(x: Tensor) -> bool:
@@ -329,6 +337,8 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tenso
     checks.append(k_cache, v_cache, k, v, slots)
     checks.no_overlap((("k_cache", k_cache), ("v_cache", v_cache)), (("k", k), ("v", v), ("slots", slots)))
     cpu.append(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
+    _written(k_cache)
+    _written(v_cache)
 
 
 def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -408,6 +418,7 @@ def _constant(name: str, tensor: Tensor, level: int) -> Tensor:
         return tensor
     if functorch.is_batchedtensor(tensor):
         raise checks.transformed(name, "torch.vmap",
+                                 "Call it once for each value." if name in ("sinks", "alibi_slopes", "out") else
                                  "Make the mapped dimension part of the batch: more requests in one call.")
     if not functorch.is_gradtrackingtensor(tensor):
         raise checks.transformed(name, "torch.func.functionalize", "torch.compile and torch.export need it not.")

@@ -105,6 +105,24 @@ def test_every_key_count(D: int, most: int | None) -> None:
                         window=window), max_q_len=most)
 
 
+@pytest.mark.parametrize("budget", [1, 3, 8])
+@pytest.mark.parametrize("D", [64, 128])
+def test_drafts_over_many_tiles(D: int, budget: int) -> None:
+    """A segment goes round the ring many times; the two groups of warps take every other tile of it."""
+    case = make_case([20_000, 9000, 130], q_lens=[4, 3, 4], HQ=16, KH=2, D=D, dtype=torch.bfloat16, page_size=16)
+    for _ in range(5):
+        check(case, max_q_len=4, sm_budget=budget)
+
+
+def test_tokens_before_the_first_offset_are_empty() -> None:
+    """Offsets start at 0; where they do not, nothing of the memory that the result lies in shows."""
+    case = on_gpu(make_case([40, 70], q_lens=[2, 3], HQ=8, KH=2, D=128, dtype=torch.bfloat16, page_size=16))
+    out, lse = run(replace(case, cu_seqlens_q=case.cu_seqlens_q + 2), torch.full_like(case.q, math.nan))
+    assert bool((out[:2] == 0).all())
+    assert bool((lse[:2] == -math.inf).all())
+    assert bool(out.isfinite().all())
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_prompts(causal: bool) -> None:
     """Enough query tokens that units are not cut."""

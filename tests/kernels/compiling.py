@@ -201,8 +201,9 @@ def compile_cuda(build: Build) -> Result:
         _, said = nvrtc.compile_source(build, options=("--ptxas-options=-v",))
     except RuntimeError as error:
         return Result(error=str(error))
-    registers, spills, stack, fixed = (max(map(int, re.findall(pattern, said))) for pattern in (
-        r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame", r"(\d+) bytes smem"))
+    registers, spills, stack = (max(map(int, re.findall(pattern, said))) for pattern in (
+        r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame"))
+    fixed = max(map(int, re.findall(r"(\d+) bytes smem", said)), default=0)  # nothing is said of none
     return Result(registers, spills, stack, fixed + build.dynamic_bytes)
 
 

@@ -69,6 +69,19 @@ def test_tokens_of_no_request(schedule: Schedule, padding: int, sinks: bool) -> 
 
 
 @cuts
+@pytest.mark.parametrize("q_lens", [[3, 2], [0, 0]], ids=str)
+def test_tokens_before_the_first_offset(schedule: Schedule, q_lens: list[int]) -> None:
+    """Offsets start at 0. Where they do not, such tokens are no request's, and nothing of old memory shows."""
+    case = padded(drafts([20, 3], q_lens), 4)
+    case.q.nan_to_num_(0.0)
+    out, lse = run(dataclasses.replace(case, cu_seqlens_q=case.cu_seqlens_q + 2), schedule, config=TWO)
+    none = [0, 1, *range(sum(q_lens) + 2, len(out))]
+    assert (out[none] == 0).all()
+    assert (lse[none] == -math.inf).all()
+    assert out.isfinite().all()
+
+
+@cuts
 @pytest.mark.parametrize(("lens", "q_lens"), [([], []), ([5, 0], [0, 0]), ([0, 0], [3, 1])])
 def test_batches_without_work(schedule: Schedule, lens: list[int], q_lens: list[int]) -> None:
     check(padded(drafts(lens, q_lens, capacity=16), 2), schedule, config=TWO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from helpers import Case, make_case
 from helpers import run as run_on_cpu
 from wavefill.backends.gpu import inspection
+from wavefill.scores import Options
 from wavefill.spec import InvalidArgument
 
 
@@ -30,10 +32,13 @@ def table(case: Case, request: int, slot: int, page: int) -> Case:
 
 def look(case: Case) -> None:
     inspection.check(case.seq_lens, case.block_table, case.cu_seqlens_q, case.k_cache, case.window, case.q.shape[0],
-                     case.mask)
+                     Options(None, case.sinks, case.alibi_slopes, case.mask))
 
 
 WRONG = {
+    "a sink of NaN": replace(several(), sinks=torch.tensor([math.nan])),
+    "a sink of infinity": replace(several(), sinks=torch.tensor([math.inf])),
+    "an infinite slope": replace(several(), alibi_slopes=torch.tensor([-math.inf])),
     "negative length": replace(several(), seq_lens=ints(20, -1, 9)),
     "length past the capacity": replace(several(), seq_lens=ints(20, 0, 21)),
     "offsets from 1": replace(several(), cu_seqlens_q=ints(1, 3, 3, 5)),

@@ -12,8 +12,10 @@ def value_error(
 
     fault: 1 a negative length, 2 one past the capacity, 3 a page id out of range in a slot that is read, 4 offsets
            that do not start at 0, 5 that decrease, 6 that end past the query tokens, 7 a request with more query
-           tokens than a row of the mask has bits.
-    request, value, slot: where, and what was found; for 7 the request's tokens, and the words of a row.
+           tokens than a row of the mask has bits, 8 a sink that is NaN or infinite (but for -inf, which is none), 9 a
+           slope that is NaN or infinite.
+    request, value, slot: where, and what was found; for 7 the request's tokens, and the words of a row; for 8 and 9 the
+           head, and 0 for NaN or the sign of an infinity.
     """
     match fault:
         case 1:
@@ -34,6 +36,15 @@ def value_error(
         case 7:
             return invalid("mask", f"must have a bit for each of the {value} query tokens of request {request}",
                            f"{32 * slot} bits a row", "Make it with wavefill.pack_mask(masks).")
+        case 8:
+            return invalid(f"sinks[{request}]", "must be finite, or -inf for a head without one", _NO_NUMBER[value],
+                           "Look at the weights that they come from.")
+        case 9:
+            return invalid(f"alibi_slopes[{request}]", "must be finite", _NO_NUMBER[value],
+                           "Give 0 to a head without a bias.")
         case _:
             return invalid("cu_seqlens_q[-1]", f"must be at most the {tokens} query tokens of q", value,
                            "Pass all query tokens, or a smaller last offset.")
+
+
+_NO_NUMBER = {0: "NaN", 1: "inf", -1: "-inf"}

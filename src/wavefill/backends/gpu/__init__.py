@@ -118,9 +118,12 @@ def attention(
     have; under WAVEFILL_CHECK=1, which waits for the device, also for what `inspection.check` finds in the tensors.
     """
     index = q.device.index
-    if env.flag("WAVEFILL_CHECK") and not torch.cuda.is_current_stream_capturing():
-        _hold_device(index)
-        inspection.check(seq_lens, block_table, cu_seqlens_q, k_cache, window, q.shape[0], options.mask)
+    if env.flag("WAVEFILL_CHECK"):
+        with torch.cuda.device(index):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            _hold_device(index)
+            inspection.check(seq_lens, block_table, cu_seqlens_q, k_cache, window, q.shape[0], options)
     vectors = 1 if cu_seqlens_q is None else 4  # of 4 bytes, that rows of q are read in
     copied = bool(q.data_ptr() % (4 * vectors) or q.stride(0) % (2 * vectors) or q.stride(1) % (2 * vectors))
     if copied:
@@ -177,10 +180,8 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | Non
         both = (launch.copies_of(k_cache.shape, k_cache.stride(), paged),
                 launch.copies_of(v_cache.shape, v_cache.stride(), paged))
         copies = "" if "" in both or capacity >= MAX_HOPPER_TOKENS else max(both)
-        if requests is not None and copies:
-            fits = copies == "boxes" and D == DV and D in many.HEAD_SIZES
-            own = configs.many(G, max_q_len).tile
-            copies = "many" if fits and not (isinstance(schedule, StreamK) and schedule.tile not in (None, own)) else ""
+        if requests is not None:
+            copies = copies_of_several(copies, D, DV, G, schedule, max_q_len)
     config = config_of(D, DV, G, item, schedule, copies=copies,
                        alone=sm_budget is not None, several=requests is not None, max_q_len=max_q_len,
                        optional=options is not NONE)
@@ -188,6 +189,13 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | Non
     workers = (sms if sm_budget is None else min(sm_budget, sms)) * config.ctas
     return launch.plan(q, k_cache, v_cache, block_table, out, lse, scale=scale, window=window, schedule=schedule,
                        config=config, workers=workers, requests=requests, causal=causal, options=options)
+
+
+def copies_of_several(copies: str, D: int, DV: int, G: int, schedule: Schedule, max_q_len: int | None) -> str:
+    """How the Hopper kernels read caches where requests have several query tokens: "many", or "" where none can."""
+    own = configs.many(G, max_q_len).tile
+    asked = schedule.tile if isinstance(schedule, StreamK) else None
+    return "many" if copies == "boxes" and D == DV and D in many.HEAD_SIZES and asked in (None, own) else ""
 
 
 def config_of(D: int, DV: int, G: int, item: int, schedule: Schedule, *, copies: str, alone: bool = False,

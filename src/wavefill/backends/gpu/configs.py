@@ -61,7 +61,7 @@ def many(group: int, most: int | None) -> Config:
 
     Rows fill products of 64 queries (query tokens x heads of the group), which two groups of warps share, or of 128.
     """
-    queries = 64 if most is not None and most * group <= 64 else MOST_QUERIES
+    queries = 64 if most is not None and max(most, 1) * group <= 64 else MOST_QUERIES
     return Config(tile_of(queries), 1, 0, THREADS // 32, "many", queries, block=queries // group)
 
 

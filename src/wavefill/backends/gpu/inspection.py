@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from torch import Tensor
 
 from wavefill.backends.values import value_error
+from wavefill.scores import NONE, Options
 from wavefill.spec import InvalidArgument
 
 
 def check(seq_lens: Tensor, block_table: Tensor | None, cu_seqlens_q: Tensor | None, k_cache: Tensor,
-          window: int | None, tokens: int, mask: Tensor | None) -> None:
+          window: int | None, tokens: int, options: Options = NONE) -> None:
     """Raises InvalidArgument for values that a call must not hold, as the CPU backend does and in its order.
 
     That is: negative lengths and lengths past the capacity; offsets that do not start at 0, decrease, or end past the
-    query tokens; masks with fewer bits than a request has query tokens; page ids out of range in slots that are read.
+    query tokens; masks with fewer bits than a request has query tokens; sinks and slopes that are no numbers; page ids
+    out of range in slots that are read.
     Tensors are those of `gpu.attention`, on any device.
     """
     pages, page_size = k_cache.shape[:2]
@@ -28,6 +31,10 @@ def check(seq_lens: Tensor, block_table: Tensor | None, cu_seqlens_q: Tensor | N
     for request, length in enumerate(lengths):
         if not 0 <= length <= capacity:
             raise error(1 if length < 0 else 2, request, length)
+    for fault, values in ((8, options.sinks), (9, options.alibi_slopes)):
+        for head, value in enumerate([] if values is None else values.tolist()):
+            if not math.isfinite(value) and (fault == 9 or value != -math.inf):
+                raise error(fault, head, int(value > 0) - int(value < 0))
     q_lens = [1] * len(lengths)
     if cu_seqlens_q is not None:
         starts = cu_seqlens_q.tolist()
@@ -39,10 +46,10 @@ def check(seq_lens: Tensor, block_table: Tensor | None, cu_seqlens_q: Tensor | N
                 raise error(5, request, starts[request + 1])
         if starts[-1] > tokens:
             raise error(6, 0, starts[-1])
-    if mask is not None:
+    if options.mask is not None:
         for request, n in enumerate(q_lens):
-            if n > 32 * mask.shape[1]:
-                raise error(7, request, n, mask.shape[1])
+            if n > 32 * options.mask.shape[1]:
+                raise error(7, request, n, options.mask.shape[1])
     if block_table is None:
         return
     table = block_table.cpu()

@@ -289,10 +289,9 @@ def cut_many(g: Geometry, config: Config, workers: int) -> tuple[Cut, int]:
     where units then are cut alike or not at all.
     """
     T, KH, requests = g.q[0][0], g.k[0][2], min(g.requests or 0, g.q[0][0])
-    if T // config.block * KH >= ROUNDS_UNITS * workers:
-        return Cut(ROUNDS, 1, GIVEN), workers
     if 2 * config.block * requests <= T:
-        return Cut(ROUNDS, even_pieces(-(-T // config.block) * KH, workers), GIVEN), workers
+        units = -(-T // config.block) * KH
+        return Cut(ROUNDS, 1 if units >= ROUNDS_UNITS * workers else even_pieces(units, workers), GIVEN), workers
     units = requests * KH
     left = workers % units if config.heads < many.MOST_QUERIES and units else 0
     return Cut(STREAM_K, 0, GIVEN), workers - left if 8 * left <= workers and units < workers else workers
@@ -355,7 +354,7 @@ def _scales(scale: float, softcap: float | None) -> tuple[float, float]:
     A cap past every score is as good as any larger one, and both stay within float32.
     """
     if softcap is None:
-        return scale * LOG2_E, 0.0
+        return max(min(scale * LOG2_E, MAX_FLOAT32), -MAX_FLOAT32), 0.0
     cap = min(softcap, 2.0**100)
     return max(min(scale / cap, MAX_FLOAT32), -MAX_FLOAT32), cap * LOG2_E
 

@@ -60,8 +60,9 @@ class Build(nvrtc.Build):
 
     @property
     def stages(self) -> int:
-        """Tiles on their way."""
-        return min((hopper.SHARED - self._fixed_bytes) // (4 * self.tile * self.D), 8)
+        """Tiles on their way; an even number where the groups of warps take every other one."""
+        fit = min((hopper.SHARED - self._fixed_bytes) // (4 * self.tile * self.D), 8)
+        return fit - fit % 2 if self.queries == 64 else fit
 
     @property
     def _fixed_bytes(self) -> int:
@@ -120,7 +121,8 @@ class Kernel:
         launch = self._launch
         args = Args.from_buffer_copy(launch.args)
         _ADDRESSES.pack_into(args, 0, *addresses)
-        given = (ctypes.c_void_p * 2)(ctypes.addressof(self._maps.of(k, v)), ctypes.addressof(args))
+        maps = self._maps.of(k, v)
+        given = (ctypes.c_void_p * 2)(ctypes.addressof(maps), ctypes.addressof(args))
         done(self._driver.cuLaunchKernel(self._function, launch.programs, 1, 1, THREADS, 1, 1,
                                          launch.build.dynamic_bytes, stream, ctypes.addressof(given), 0))
 

@@ -139,9 +139,13 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, SINK, B, KH, G, queries
                     _no_keys(SEQ, OUT, LSE, SINK, empty, B, token, h * G + g, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SEVERAL,
                              SINKS)
     if SEVERAL:
-        for padding in range(tl.load(SEQ + PLANES * B) + pid, tokens, tl.num_programs(0)):
+        # Tokens before the first row and past the last are no request's.
+        used = tl.load(SEQ + PLANES * B)
+        first = tl.where(tl.load(SEQ + PLANES * B + 1) > 0, tl.load(SEQ + FIRST * B), used)
+        for padding in range(pid, first + tokens - used, tl.num_programs(0)):
+            where = tl.where(padding < first, padding, padding - first + used)
             for h in range(query, KH * G, queries):
-                _nothing(OUT, LSE, SINK, padding, h, o_c, m_c, s_ot, s_oh, s_lt, s_lh, False)
+                _nothing(OUT, LSE, SINK, where, h, o_c, m_c, s_ot, s_oh, s_lt, s_lh, False)
 
 
 @triton.jit

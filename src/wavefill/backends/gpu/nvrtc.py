@@ -44,7 +44,6 @@ def header(macros: Mapping[str, int], values: Mapping[str, int]) -> str:
                       *(f"constexpr int {name} = {value};" for name, value in values.items()), ""])
 
 
-
 def compiler_gap() -> str | None:
     """Why the kernel cannot be compiled here, with what to do about it; None when it can."""
     cuda = (torch.version.cuda or "13").split(".", maxsplit=1)[0]
@@ -103,8 +102,12 @@ def machine_code(build: Build) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
+            try:
+                file.write(code)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
     except OSError:
         pass  # a read-only or full disk: the next process compiles again
     return code

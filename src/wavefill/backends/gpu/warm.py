@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from wavefill.backends.gpu import capability, config_of, device_gap, hopper, is_hopper, kernels, launch, many, nvrtc
+from wavefill.backends.gpu import (
+    capability,
+    config_of,
+    copies_of_several,
+    device_gap,
+    hopper,
+    is_hopper,
+    kernels,
+    launch,
+    nvrtc,
+)
 from wavefill.backends.gpu.variants import SPLITS, STREAM_K, Switches
 from wavefill.spec import DTYPE_BYTES, AttentionSpec, BackendUnavailable, Schedule, complaint
 
@@ -59,15 +69,16 @@ def _variants(spec: AttentionSpec, schedule: Schedule, index: int) -> list[Any]:
     several = spec.q_len > 1
     if is_hopper(index) and item == 2 and not (spec.D % 16 or spec.DV % 16):
         copies = "rows" if (spec.page_size or 0) % hopper.SIXTEEN else "boxes"
-        if several:
-            copies = "many" if copies == "boxes" and spec.D == spec.DV and spec.D in many.HEAD_SIZES else ""
     # A call may name any bound of its query tokens, or none.
     bounds = [None, *(1 << i for i in range((spec.q_len - 1).bit_length() + 1))] if several else [None]
     found: dict[Any, None] = {}
-    for config in dict.fromkeys(config_of(spec.D, spec.DV, spec.G, item, schedule, copies=copies, several=several,
-                                          max_q_len=bound) for bound in bounds):
+    configs = dict.fromkeys(config_of(
+        spec.D, spec.DV, spec.G, item, schedule, several=several, max_q_len=bound,
+        copies=copies_of_several(copies, spec.D, spec.DV, spec.G, schedule, bound) if several else copies,
+    ) for bound in bounds)
+    for config in configs:
         kinds = [launch.cut_of(schedule, config.tile).kind]
-        if (kinds == [STREAM_K] and copies in ("boxes", "rows")
+        if (kinds == [STREAM_K] and config.copies in ("boxes", "rows")
                 and launch.splits_instead(1, spec.KH, launch.sm_count(index))):
             kinds.append(SPLITS)
         for kind in kinds:

@@ -79,6 +79,11 @@ static Report check_lengths(const Problem &p) {
     if (p.seq_lens[b] < 0) return {Fault::negative_length, b, p.seq_lens[b], 0};
     if (p.seq_lens[b] > capacity) return {Fault::length_over_capacity, b, p.seq_lens[b], 0};
   }
+  auto sign = [](float x) { return (int64_t)(x > 0) - (int64_t)(x < 0); };
+  for (int64_t h = 0; p.sinks && h < p.HQ; ++h)
+    if (!(p.sinks[h] < std::numeric_limits<float>::infinity())) return {Fault::sink_no_number, h, sign(p.sinks[h]), 0};
+  for (int64_t h = 0; p.slopes && h < p.HQ; ++h)
+    if (!std::isfinite(p.slopes[h])) return {Fault::slope_no_number, h, sign(p.slopes[h]), 0};
   if (!p.cu_q) return {};
   if (p.cu_q[0] != 0) return {Fault::offsets_start, 0, p.cu_q[0], 0};
   for (int64_t b = 0; b < p.B; ++b)

@@ -20,6 +20,8 @@ enum class Fault : int {
   offsets_decrease = 5,   // request, next value
   offsets_past_end = 6,   // -, last value
   mask_too_narrow = 7,    // request, its query tokens, words of a row of the mask
+  sink_no_number = 8,     // head, 0 for NaN or the sign of an infinity
+  slope_no_number = 9,    // the same
 };
 
 struct Report {

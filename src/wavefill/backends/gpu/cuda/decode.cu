@@ -45,8 +45,8 @@ struct Maps {
 // How the work is shared out: a team has as many programs as there are for a unit, and runs are of equal length. Where
 // they nearly fit, only so many teams work that units of equal length are cut alike, or not at all. Where runs have
 // several units of unequal length, those with many short ones would end last, because rings run dry between segments;
-// so every unit counts `opening` tiles more than it has, up to an eighth of a run, which take no reading. A run can lie within an opening: its
-// state is that of no keys.
+// so every unit counts `opening` tiles more than it has, up to an eighth of a run, which take no reading. A run can lie
+// within an opening: its state is that of no keys.
 struct Share {
     Runs runs;
     i32 log_team, opening;

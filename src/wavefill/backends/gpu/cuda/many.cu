@@ -9,9 +9,10 @@
 // A group asks for the scores of a tile before the products with V of the tile before it, and turns scores into weights
 // while those run.
 //
-// variant.cuh has, beside what decode.cu takes from it: QUERIES (64 or 128), BOX (tokens of a copy), CAPPED, SLOPED, SINKS, MASKED. KIND may be
-// ROUNDS: all units are cut into `param` pieces, and programs take one in each round, in such an order that they read the
-// same K and V at the same time, from L2. Whole units come long ones first, to and fro, so that sums are nearly equal.
+// variant.cuh has, beside what decode.cu takes from it: QUERIES (64 or 128), BOX (tokens of a copy), CAPPED, SLOPED,
+// SINKS, MASKED. KIND may be ROUNDS: all units are cut into `param` pieces, and programs take one in each round, in
+// such an order that they read the same K and V at the same time, from L2. Whole units come last rows first, which are
+// a prompt's longest, and to and fro, so that sums are nearly equal.
 
 #include "cursor.cuh"
 
@@ -51,6 +52,9 @@ constexpr i32 SCORES = T / 2, OUTPUTS = DV / 2; // registers of a thread
 constexpr i64 L2_BYTES = 36 << 20; // of K and V that programs share, most of what there is
 constexpr float LN2 = 0.69314718056f;
 static_assert(D == DV && PIECES * BOXES_OF <= 32, "a lane asks for a box");
+// A group that reads every other tile must find its tiles in stages of its own: it does not see the other ones filled,
+// and the parity of a barrier tells a stage only from the one before.
+static_assert(!TOGETHER || STAGES % 2 == 0, "an even ring");
 
 struct Shared {
     unsigned char q[Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
@@ -425,7 +429,8 @@ struct Attention {
                 sum = sum * factor + (sink == NOTHING ? 0.f : exp2_of(sink - top));
             }
             factor = l[h] == 0 ? 0.f : factor * __frcp_rn(sum);
-            u32* const to = reinterpret_cast<u32*>(a.out + (block.first + token) * a.o_b + query_head * a.o_h) + lane % 4;
+            u16* const row = a.out + (block.first + token) * a.o_b + query_head * a.o_h;
+            u32* const to = reinterpret_cast<u32*>(row) + lane % 4;
 #pragma unroll
             for (i32 i = 0; i < OUTPUTS / 4; i++)
                 to[i * 4] = pack(o[4 * i + 2 * h] * factor, o[4 * i + 2 * h + 1] * factor);
@@ -435,7 +440,7 @@ struct Attention {
     }
 };
 
-// Results of query tokens that see no key, and of those past all requests, where no merge comes after.
+// Results of query tokens that see no key, and of those before and past all requests, where no merge comes after.
 __device__ __forceinline__ void write_empty(const Args& a, i32 thread, i32 threads) {
     const i32 programs = gridDim.x, heads = a.KH * a.G, used = used_tokens(a);
     auto nothing = [&](i64 token, bool sinks) {
@@ -450,6 +455,8 @@ __device__ __forceinline__ void write_empty(const Args& a, i32 thread, i32 threa
         if (block.stop > block.start) continue;
         for (i32 token = 0; token < block.count; token++) nothing(block.first + token, true);
     }
+    const i32 first = used_rows(a) ? __ldg(a.rows + 3 * i64(a.B)) : used;
+    for (i32 token = blockIdx.x; token < first; token += programs) nothing(token, false);
     for (i32 token = used + blockIdx.x; token < a.tokens; token += programs) nothing(token, false);
 }
 

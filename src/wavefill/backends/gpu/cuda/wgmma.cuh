@@ -1,7 +1,7 @@
 // Products of a group of four warps (wgmma): what they read in shared memory, and how they are waited for.
 //
-// Shared memory holds pieces of 64 columns, [rows, 128 bytes], with the 16 bytes of a row swizzled by its number, as the
-// copy engine leaves them.
+// Shared memory holds pieces of 64 columns, [rows, 128 bytes], with the 16 bytes of a row swizzled by its number, as
+// the copy engine leaves them.
 #pragma once
 
 #define FLOATS_8(c, i) \
@@ -24,8 +24,8 @@ __device__ __forceinline__ u64 pieces_at(u32 at, u32 along) {
     return u64((at & 0x3ffff) >> 4) | u64(along >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-// c [64, N] += a [64, 16] b [16, N], or = where `keep` is 0. `shared`: a and b by descriptor, both with their 16 columns
-// side by side. `registers`: a in registers, as a row of the accumulators of a product is; b with N side by side.
+// c [64, N] += a [64, 16] b [16, N], or = where `keep` is 0. `shared`: a and b by descriptor, both with their 16
+// columns side by side. `registers`: a in registers, as a row of the accumulators of a product is; b with N side by side.
 template <i32 N> struct Product;
 
 template <> struct Product<64> {
