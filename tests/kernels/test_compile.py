@@ -20,6 +20,7 @@ from compiling import (
 
 from wavefill.backends.gpu.many import THREADS
 from wavefill.backends.gpu.nvrtc import Build
+from wavefill.backends.gpu.variants import CHUNKS
 
 #: Targets of the portable kernel besides Hopper.
 OTHERS = ("cuda:80", "cuda:89", "cuda:100", "cuda:120", "hip:gfx90a", "hip:gfx942")
@@ -59,11 +60,13 @@ def test_everything_compiles(results: Results, target: str) -> None:
 
 def test_nothing_spills_on_hopper(on_hopper: Results) -> None:
     """But for four words, with several query tokens: of a merge around a division of 64 bits, which is a call of a
-    function, and of the slow way of caches that cannot be read in vectors."""
+    function, and of the slow way of caches that cannot be read in vectors. And for two, around such a division, of the
+    portable kernel with head sizes that are no power of two, which one query token takes on other GPUs alone."""
     def spills(job: Job, result: Result) -> bool:
         have = {} if isinstance(job.variant, Build) else dict(job.variant.constants)
         may = have.get("SEVERAL") and (job.kernel == "merge" or not have.get("UNIT", True))
-        return max(result.spills, result.stack) > (16 if may else 0)
+        padded = have.get("DP") != have.get("D") and have.get("KIND") == CHUNKS
+        return max(result.spills, result.stack) > (16 if may else 8 if padded else 0)
 
     none_is(on_hopper, spills)
 

@@ -67,7 +67,7 @@ class Build(nvrtc.Build):
     @property
     def _fixed_bytes(self) -> int:
         join = (self.D // 2 + 4) * 128 * 4 if self.queries == 64 else 16
-        return self.queries * self.D * 2 + join + 8 * 32 + 1024
+        return self.queries * self.D * 2 + join + 8 * 32 + 8 * 96 + 1024
 
     @property
     def dynamic_bytes(self) -> int:

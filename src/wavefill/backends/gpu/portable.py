@@ -67,8 +67,9 @@ def attend(Q, K, V, TABLE, SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, SINK, 
         else:
             request = row
             low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-            o_token = tl.zeros([GP], tl.int32) + row
-            at_key = tl.zeros([GP], tl.int32) + length - 1
+            o_token = row
+            if SLOPED:
+                at_key = tl.zeros([GP], tl.int32) + length - 1
         o_head = head * G + o_g
         if SLOPED:
             b_slope = tl.load(SLOPES + o_head, mask=m_q, other=0.0) * LOG2_E

@@ -56,12 +56,6 @@ static_assert(D == DV && PIECES * BOXES_OF <= 32, "a lane asks for a box");
 // and the parity of a barrier tells a stage only from the one before.
 static_assert(!TOGETHER || STAGES % 2 == 0, "an even ring");
 
-struct Shared {
-    unsigned char q[Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
-    float join[TOGETHER ? JOIN_FLOATS * GROUP : 1];
-    u64 k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
-};
-
 // A row of `rows`: what its queries see, and where they are.
 struct Block {
     i32 start, stop, request, first, count, position, base;
@@ -76,30 +70,42 @@ struct Block {
 __device__ __forceinline__ i32 used_tokens(const Args& a) { return __ldg(a.rows + 7 * i64(a.B)); }
 __device__ __forceinline__ i32 used_rows(const Args& a) { return __ldg(a.rows + 7 * i64(a.B) + 1); }
 
-// The segments of a program, one after the other.
-struct Walk {
-    const Args& a;
+// Where a program is.
+struct Place {
     Cursor c;
     Tiles at, stop;
-    i32 param, round, used, heads;
+    i32 round, used, heads;
     bool opened;
+};
 
-    __device__ __forceinline__ Walk(const Args& a, i32 lane) : a(a), at(0), stop(0), opened(false) {
+// The segments of a program, one after the other.
+struct Walk : Place {
+    const Args& a;
+    const i32 param;
+
+    __device__ __forceinline__ Walk(const Args& a, i32 param, i32 lane)
+        : a(a), param(param) {
+        at = stop = 0, opened = false;
         const i32 programs = gridDim.x;
         if (KIND == ROUNDS) {
-            round = -1, used = used_rows(a), param = a.param;
+            round = -1, used = used_rows(a);
             const i64 bytes = used ? i64(__ldg(a.rows + i64(a.B) + used - 1)) * (D + DV) * 2 + 1 : 1;
             const i32 groups = i32(least((bytes * a.KH + L2_BYTES - 1) / L2_BYTES, i64(a.KH)));
             heads = (a.KH + groups - 1) / groups;
             return;
         }
         const Batch batch = batch_of(a, lane);
-        param = KIND == SPLITS ? SCANNED ? i32(__ldg(a.before + 2 * a.B + 2))
-                                         : splits(batch.rows, batch.longest, a.KH, programs, a.param, a.rule)
-                               : a.param;
         const Runs runs(batch.tiles, programs);
         at = runs.cut(blockIdx.x), stop = runs.cut(blockIdx.x + 1);
         if (at < stop) c = cursor_at(a, batch, at, stop, param, 0, lane);
+    }
+
+    // The parameter of the schedule, worked out before roles part and have their registers.
+    static __device__ __forceinline__ i32 parameter(const Args& a, i32 lane) {
+        if (KIND != SPLITS) return a.param;
+        if (SCANNED) return i32(__ldg(a.before + 2 * a.B + 2));
+        const Batch batch = batch_of(a, lane);
+        return splits(batch.rows, batch.longest, a.KH, gridDim.x, a.param, a.rule);
     }
 
     __device__ __forceinline__ bool more() {
@@ -157,17 +163,24 @@ struct Stage {
     }
 };
 
+struct Shared {
+    unsigned char q[Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
+    float join[TOGETHER ? JOIN_FLOATS * GROUP : 1];
+    u64 k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
+    Place places[GROUPS * 4]; // of the warps that multiply, whose registers are full meanwhile
+};
+
 // ------------------------------------------------------------------------------------------------------ bringing tiles
 
 // One warp brings K (side 0), another one V.
-__device__ __forceinline__ void bring(const Maps& maps, const Args& a, Shared& sh, i32 side, i32 lane) {
+__device__ __forceinline__ void bring(const Maps& maps, const Args& a, Shared& sh, i32 param, i32 side, i32 lane) {
     const i32 box = lane % BOXES_OF * BOX, piece = lane / BOXES_OF;
     u64* const full = side ? sh.v_full : sh.k_full;
     u64* const free = side ? sh.v_free : sh.k_free;
     const u32 to = shared_address(side ? sh.v[0] : sh.k[0]) + piece * PIECE + box * 128;
     const Map& map = side ? maps.v : maps.k;
     Stage stage;
-    for (Walk walk(a, lane); walk.more(); walk.next()) {
+    for (Walk walk(a, param, lane); walk.more(); walk.next()) {
         const Cursor& c = walk.c;
         const Block block(a, c.row);
         const i32* ids = a.table + block.request * a.t_b;
@@ -474,17 +487,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    const i32 param = Walk::parameter(a, lane);
     __syncthreads();
     if (warp < 4) {
         fewer_registers<56>();
-        if (warp < 2) bring(maps, a, sh, warp, lane);
+        if (warp < 2) bring(maps, a, sh, param, warp, lane);
         if (KIND == ROUNDS && warp >= 2 && a.param == 1) write_empty(a, threadIdx.x - 64, 64);
         return;
     }
     more_registers<224>();
     Attention it = {a, sh, i32(threadIdx.x % GROUP), i32(threadIdx.x / GROUP) - 1, warp % 4, lane};
     Stage stage;
-    for (Walk walk(a, lane); walk.more(); walk.next()) {
+    for (Walk walk(a, param, lane); walk.more(); walk.next()) {
         const Cursor& c = walk.c;
         const Block block(a, c.row);
         it.meet_readers(); // products that read the queries before these are done
@@ -492,7 +506,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         it.begin(block, c.head);
         writes_end();
         it.meet_readers();
+        if (lane == 0) sh.places[warp - 4] = walk;
+        __syncwarp();
         it.attend(block, c, stage);
+        static_cast<Place&>(walk) = sh.places[warp - 4];
+        __syncwarp();
         it.sum_lanes();
         if (TOGETHER) it.join();
         const bool whole = walk.whole();

@@ -25,7 +25,8 @@ __device__ __forceinline__ u64 pieces_at(u32 at, u32 along) {
 }
 
 // c [64, N] += a [64, 16] b [16, N], or = where `keep` is 0. `shared`: a and b by descriptor, both with their 16
-// columns side by side. `registers`: a in registers, as a row of the accumulators of a product is; b with N side by side.
+// columns side by side. `registers`: a in registers, as a row of the accumulators of a product is; b with N side by
+// side.
 template <i32 N> struct Product;
 
 template <> struct Product<64> {
