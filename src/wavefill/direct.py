@@ -69,8 +69,7 @@ def attend(
                 or (begin < v_at + v_size and v_at < end) or (begin < lens_at + lens_size and lens_at < end)
                 or (begin < table_at + table_size and table_at < end)):
             return None
-        if not out.is_inference():
-            torch.autograd.graph.increment_version(out)
+        written(out)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if with_lse else None
     gpu.run(known.call, q, k, v, lens, table, out, lse)
     return out, lse
@@ -89,6 +88,12 @@ def remember(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None
     extents = (_extent(q), _extent(k), _extent(v), _extent(lens), 0 if table is None else _extent(table))
     key = _key(q, k, v, lens, table, scale, window, schedule, sm_budget, out)
     _known[key] = _Known(call, v.shape[3], extents, 0 if out is None else _extent(out))
+
+
+def written(x: Tensor) -> None:
+    """Tells autograd, which did not see a kernel write: what it saved of `x` before is no longer there."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None, scale: float | None,

@@ -166,9 +166,9 @@ def _attention_out(
                    schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask))
     if rows is not out:
         out.copy_(rows)
-    else:
-        _written(out)
-    if rows is out and call is not None and v_cache is not None:
+        return lse
+    direct.written(out)
+    if call is not None and v_cache is not None:
         direct.remember(q, k_cache, v_cache, seq_lens, block_table, scale, window, schedule, sm_budget, out, call)
     return lse
 
@@ -221,8 +221,7 @@ def _launch(
             window=window, schedule=chosen, sm_budget=sm_budget, max_seq_len=max_seq_len, max_q_len=max_q_len,
             options=options,
         )
-        as_given = all(a is b for a, b in zip(given, (q, seq_lens, block_table), strict=True))
-        return call if as_given and cu_seqlens_q is None and options is NONE else None
+        return call if all(a is b for a, b in zip(given, (q, seq_lens, block_table), strict=True)) else None
     if sm_budget is not None:
         raise invalid("sm_budget", "limits the SMs of a GPU, and these tensors live on the CPU", sm_budget,
                       "Use torch.set_num_threads there.")
@@ -243,12 +242,6 @@ def _options(
         return NONE
     sinks, alibi_slopes = (None if x is None else x.float().contiguous() for x in (sinks, alibi_slopes))
     return Options(softcap, sinks, alibi_slopes, None if mask is None else mask.contiguous())
-
-
-def _written(x: Tensor) -> None:
-    """Tells autograd, which did not see a kernel write: what it saved of `x` before is no longer there."""
-    if not x.is_inference():
-        torch.autograd.graph.increment_version(x)
 
 
 def _unaligned(x: Tensor) -> bool:
@@ -337,8 +330,8 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tenso
     checks.append(k_cache, v_cache, k, v, slots)
     checks.no_overlap((("k_cache", k_cache), ("v_cache", v_cache)), (("k", k), ("v", v), ("slots", slots)))
     cpu.append(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
-    _written(k_cache)
-    _written(v_cache)
+    direct.written(k_cache)
+    direct.written(v_cache)
 
 
 def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -398,7 +398,8 @@ def plan(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, out: Tensor, lse
 
     q [T, HQ, D] and out with unit last stride; k, v [pages, page_size, KH, D] with a table [B, max_pages] of unit last
     stride, or [B, S, KH, D]. `requests` is B where they have several query tokens, None where T is. The caller holds
-    what `config.copies` asks for: `copies_of` both caches and 16-byte alignment of them, 4-byte alignment of q's rows.
+    what `config.copies` asks for: `copies_of` both caches and 16-byte alignment of them, 4-byte alignment of q's rows,
+    16-byte for "many".
     """
     aligned = bool(config.copies) or (
         vectors_fit(k.stride(), k.element_size()) and vectors_fit(v.stride(), v.element_size())
