@@ -322,6 +322,22 @@ def test_command_shows_the_choice_and_the_timelines():
     assert "done after" not in run("--lens", "4096", "--no-timeline").stdout
 
 
+def test_command_takes_prompts_and_names_the_kernel(monkeypatch):
+    monkeypatch.setenv("WAVEFILL_PREFILL", "own")
+    prompt = ("--lens", "2x512", "--q-lens", "all", "--contiguous", "--device", "h200")
+    assert re.search(r"kernel +wavefill, tensor-core kernel of compute", run(*prompt, "--no-timeline").stdout)
+    shown = json.loads(run(*prompt, "--json").stdout)
+    assert shown["kernel"] == "wavefill, tensor-core kernel of compute capability 9.0"
+    assert shown["shape"]["page_size"] is None
+    assert shown["shape"]["rows"] == 2 * 512 // 16
+    chunk = json.loads(run("--lens", "2x512", "--q-lens", "16,1", "--device", "a100", "--json").stdout)
+    assert (chunk["kernel"], chunk["shape"]["rows"]) == ("wavefill, portable Triton kernel", 2)
+    decode = json.loads(run("--lens", "512", "--device", "h200", "--json").stdout)
+    assert decode["kernel"].endswith("for one query token")
+    assert "--q-lens: must be lengths or COUNTxLENGTH" in run(*prompt[:2], "--q-lens", "few", code=2).stderr
+    assert "--emulate: replays one query token a request" in run(*prompt, "--emulate", code=2).stderr
+
+
 def test_command_prints_json_alone():
     shown = json.loads(run("--batch", "17", "--context", "8192", "--schedule", "fixed:flashdecoding", "--device",
                            "h100", "--workers", "132", "--json").stdout)

@@ -31,7 +31,8 @@ UNPACKED = ROOT / "build" / "peers"
 ARCHITECTURE_FEATURES = 9
 #: What is tested: calls as users make them, and the cases that CI runs in Triton's interpreter.
 TESTS = {"tests": ("tests/gpu",),
-         "tests of the kernels": ("tests/kernels/test_cases.py", "tests/kernels/test_interpret_decode.py")}
+         "tests of the kernels": ("tests/kernels/test_cases.py", "tests/kernels/test_cases_scores.py",
+                                  "tests/kernels/test_interpret_decode.py", "tests/kernels/test_interpret_several.py")}
 #: Contexts of the growth table: batch 1, Llama-3.1-8B's shape.
 GROWTH = tuple(1024 * n for n in (4, 8, 16, 32, 64, 128))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from wavefill import checks, ops
 from wavefill.cache import KVPages
 from wavefill.calls import ONLINE, NoBackward, attend, hold_tensor, not_yet, online, wants_grad
+from wavefill.scores import OPTIONS
 from wavefill.spec import (
     AttentionSpec,
     BackendUnavailable,
@@ -366,31 +367,47 @@ def warmup(
     specs: Iterable[AttentionSpec],
     *,
     schedules: Sequence[ScheduleArg] = ("auto",),
+    options: Sequence[str] = (),
     device: str | torch.device = "cuda",
     jobs: int | None = None,
 ) -> int:
     """Compiles the GPU kernels of a list of shapes ahead of serving, so that no call of them compiles.
 
     specs:     the shapes; page_size None stands for a contiguous cache. Caches are taken to have unit last strides and
-               rows of whole 16 bytes.
+               rows of whole 16 bytes. q_len 1 stands for `decode_attention`, more for `attention` with up to so many
+               query tokens a request; window and causal change no kernel.
     schedules: what the calls will name; "auto" alone by default.
+    options:   the names of the optional arguments that each of the calls will have, all of them together: "softcap",
+               "sinks", "alibi_slopes" and, with q_len above 1, "mask". Calls with others, or none, want a warmup of
+               their own.
     device:    the GPU.
     jobs:      kernels that are compiled at a time, each in a process of its own; None: one a core.
 
     Returns the number of kernels that the list takes, whether they were compiled now or before. A later call may have
-    any lengths, batch and table width.
+    any lengths, batch, table width and sm_budget.
 
-    Raises InvalidArgument or InvalidType for what is no shape, schedule or GPU, and BackendUnavailable where the GPU
-    backend cannot serve one.
+    Raises InvalidArgument or InvalidType for what is no shape, schedule, option or GPU, and BackendUnavailable where
+    the GPU backend cannot serve one.
 
-    >>> wavefill.warmup([wavefill.AttentionSpec(32, 8, 128, 128)])  # Llama-3.1-8B, bfloat16 # doctest: +SKIP
-    15
+    >>> wavefill.warmup([wavefill.AttentionSpec(32, 8, 128, 128)])  # Llama-3.1-8B on an H200 # doctest: +SKIP
+    3
     """
     shapes = list(specs)
     for spec in shapes:
         if not isinstance(spec, AttentionSpec):
             raise invalid_type("specs", "must hold wavefill.AttentionSpec", type(spec).__name__,
                                "Give for example [wavefill.AttentionSpec(32, 8, 128, 128)].")
+    named = [ops.decode_schedule(ops.encode_schedule(schedule)) for schedule in schedules]
+    chosen = [StreamK() if schedule == "auto" else schedule for schedule in named]
+    if isinstance(options, str):
+        raise invalid_type("options", "must be a sequence of names", repr(options), f"Give [{options!r}].")
+    for name in options:
+        if name not in OPTIONS:
+            raise invalid("options", f"must be of {', '.join(map(repr, OPTIONS))}", repr(name),
+                          "Other arguments change no kernel: leave them out.")
+        if name == "mask" and any(spec.q_len == 1 for spec in shapes):
+            raise invalid("options", 'may hold "mask" only where each of specs has a q_len above 1', repr(name),
+                          "Compile shapes of one query token in another call.")
     where = torch.device(device)
     if where.type != "cuda":
         raise invalid("device", "must be a GPU", where, "The CPU backend has nothing to compile.")
@@ -400,6 +417,5 @@ def warmup(
     jobs = None if jobs is None else whole("jobs", jobs)
     from wavefill.backends.gpu.warm import warmup as compile_all
 
-    named = [ops.decode_schedule(ops.encode_schedule(schedule)) for schedule in schedules]
-    chosen = [StreamK() if schedule == "auto" else schedule for schedule in named]
-    return compile_all(shapes, chosen, torch.cuda.current_device() if where.index is None else where.index, jobs)
+    index = torch.cuda.current_device() if where.index is None else where.index
+    return compile_all(shapes, chosen, options, index, jobs)

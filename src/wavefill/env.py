@@ -20,12 +20,14 @@ class Variable:
 
     type:    str, int, bool or Path; an int is at least 1, a bool is 0 or 1.
     default: what `get` returns when the variable is unset or empty, in words for `doctor`.
+    choices: the values of a str, any if there are none.
     """
 
     name: str
     type: type
     default: str
     doc: str
+    choices: tuple[str, ...] = ()
 
 
 VARIABLES = (
@@ -35,6 +37,9 @@ VARIABLES = (
              "Folder of kernels that `bench --device cuda` compares with: fa3.so, and Python packages in site/."),
     Variable("WAVEFILL_CHECK", bool, "0",
              "1: lengths and page ids on a GPU are checked at every call, which waits for the device."),
+    Variable("WAVEFILL_PREFILL", str, "auto",
+             "Who computes prompts of contiguous caches on a GPU: auto, own (wavefill's kernels), fa3 or flash.",
+             ("auto", "own", "fa3", "flash")),
     Variable("WAVEFILL_DEBUG", bool, "0", "1: the command line shows the traceback of an unexpected error."),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -57,6 +62,9 @@ def get(name: str) -> str | int | bool | Path | None:
         if not text.isdecimal() or int(text) < 1:
             raise invalid(name, "must be a whole number from 1", repr(text), "Set a number, or unset it.")
         return int(text)
+    if variable.choices and text not in variable.choices:
+        raise invalid(name, f"must be one of {', '.join(variable.choices)}", repr(text),
+                      "Set one of these, or unset it.")
     return Path(os.path.expanduser(text)) if variable.type is Path else text
 
 

@@ -38,6 +38,7 @@ class Gpu:
     shared_memory: bytes of shared memory (LDS) of one SM or CU.
     bf16_flops, fp8_flops: peak FLOP/s of the tensor cores; fp8_flops is None where there is no fp8.
     source:        where the figures come from.
+    capability:    compute capability (NVIDIA), None for others.
     measured_read: bytes/s of a kernel that only reads, where that was measured.
     note:          what a reader of a figure must know.
     """
@@ -51,6 +52,7 @@ class Gpu:
     bf16_flops: float
     fp8_flops: float | None
     source: str
+    capability: tuple[int, int] | None = None
     measured_read: float | None = None
     note: str = ""
 
@@ -110,27 +112,27 @@ _HOPPER = "Data sheet; NVIDIA Hopper tuning guide (228 KB of shared memory an SM
 
 GPUS = (
     Gpu("A100", sms=108, bandwidth=2.039e12, memory=80 * _GIB, l2=40 * _MIB, shared_memory=164 * _KIB,
-        bf16_flops=312e12, fp8_flops=None,
+        bf16_flops=312e12, fp8_flops=None, capability=(8, 0),
         source="NVIDIA A100 80GB SXM data sheet; NVIDIA Ampere tuning guide (164 KB of shared memory an SM)"),
     Gpu("H100", sms=132, bandwidth=3.35e12, memory=80 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=989.5e12, fp8_flops=1979e12,
+        bf16_flops=989.5e12, fp8_flops=1979e12, capability=(9, 0),
         source=f"NVIDIA H100 SXM. {_HOPPER}",
         note="The data sheet prints 1,979 and 3,958 TFLOP/s with sparsity; these are their halves."),
     Gpu("H200", sms=132, bandwidth=4.8e12, memory=141 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=989.5e12, fp8_flops=1979e12, measured_read=4.575e12,
+        bf16_flops=989.5e12, fp8_flops=1979e12, capability=(9, 0), measured_read=4.575e12,
         source=f"NVIDIA H200 SXM. {_HOPPER}",
         note="The read bandwidth was measured by this project."),
     Gpu("B200", sms=148, bandwidth=8.0e12, memory=180 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2250e12, fp8_flops=4500e12,
+        bf16_flops=2250e12, fp8_flops=4500e12, capability=(10, 0),
         source="NVIDIA DGX B200 data sheet, an eighth of it (180 GB, 64 TB/s; 72 PFLOP/s fp8 are with sparsity); "
                "NVIDIA Blackwell tuning guide; SMs and L2 (126.5 MiB) are driver reports",
         note="The HGX data sheet and the memory clock say 7.7 TB/s."),
     Gpu("GB200", sms=152, bandwidth=8.0e12, memory=186 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2500e12, fp8_flops=5000e12,
+        bf16_flops=2500e12, fp8_flops=5000e12, capability=(10, 0),
         source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; NVIDIA Blackwell tuning guide; SMs are driver "
                "reports"),
     Gpu("GB300", sms=152, bandwidth=8.0e12, memory=279 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2500e12, fp8_flops=5000e12,
+        bf16_flops=2500e12, fp8_flops=5000e12, capability=(10, 3),
         source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s); NVIDIA Blackwell tuning guide; "
                "SMs are driver reports",
         note="The full chip has 160 SMs."),
@@ -143,10 +145,10 @@ GPUS = (
         source="AMD Instinct MI300X data sheet; ROCm GPU specifications (L2 of 4 MiB on each of 8 dies, LDS)",
         note="A 256 MiB Infinity Cache sits behind the L2."),
     Gpu("L40S", sms=142, bandwidth=864e9, memory=48 * _GIB, l2=96 * _MIB, shared_memory=100 * _KIB,
-        bf16_flops=362.05e12, fp8_flops=733e12,
+        bf16_flops=362.05e12, fp8_flops=733e12, capability=(8, 9),
         source="NVIDIA L40S data sheet; NVIDIA Ada tuning guide (100 KB of shared memory an SM)"),
     Gpu("RTX 4090", sms=128, bandwidth=1008e9, memory=24 * _GIB, l2=72 * _MIB, shared_memory=100 * _KIB,
-        bf16_flops=165.2e12, fp8_flops=330.3e12,
+        bf16_flops=165.2e12, fp8_flops=330.3e12, capability=(8, 9),
         source="NVIDIA Ada GPU architecture white paper, appendix A; NVIDIA Ada tuning guide"),
 )
 

@@ -219,7 +219,7 @@ def _launch(
         call = gpu.attention(
             q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale=scale, causal=causal,
             window=window, schedule=chosen, sm_budget=sm_budget, max_seq_len=max_seq_len, max_q_len=max_q_len,
-            options=options,
+            options=options, auto=schedule == "auto",
         )
         return call if all(a is b for a, b in zip(given, (q, seq_lens, block_table), strict=True)) else None
     if sm_budget is not None:

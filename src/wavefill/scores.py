@@ -7,7 +7,7 @@ then the softmax, in whose denominator a sink is one more logit. Nothing here ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ class Options:
 
 
 NONE = Options()
+#: The names of the optional parts, which are those of the arguments.
+OPTIONS = tuple(field.name for field in fields(Options))
 
 
 # ---- the matrix of options

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from wavefill import cost, hardware
+from wavefill import cost, hardware, prefill
 from wavefill.schedule import (
     FIXED_CHUNK,
     FIXED_SPLITS,
@@ -133,6 +133,7 @@ class Choice:
 
     schedule, kind: the schedule, and its name.
     device:         name of the GPU, or "cpu".
+    kernel:         what computes the call there, by name: a library that is installed here, or one of ours.
     tile:           tokens of a tile.
     tiles:          tiles of the batch.
     segments:       runs of tiles that one worker reads into one softmax state.
@@ -153,6 +154,7 @@ class Choice:
     schedule: Schedule
     kind: str
     device: str
+    kernel: str
     tile: int
     tiles: int
     segments: int
@@ -189,8 +191,9 @@ class Choice:
         spec, moved = self.spec, self.traffic
         return {
             "schedule": schedule_dict(self.schedule), "kind": self.kind, "label": self.label, "device": self.device,
-            "tile": self.tile, "tiles": self.tiles, "segments": self.segments, "partials": self.partials,
-            "workers": self.workers, "waves": self.waves, "makespan": self.makespan, "fill": self.fill,
+            "kernel": self.kernel, "tile": self.tile, "tiles": self.tiles, "segments": self.segments,
+            "partials": self.partials, "workers": self.workers, "waves": self.waves, "makespan": self.makespan,
+            "fill": self.fill,
             "bytes": {"total": moved.total, "kv": moved.kv, "query": moved.query, "output": moved.output,
                       "partials": moved.partials},
             "flops": self.flops, "floor_us": self.floor_us, "floor_note": self.floor_note, "reason": self.reason,
@@ -211,7 +214,8 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     seq_lens:       [B] keys of each request, this step's included.
     HQ, KH, D, DV:  head counts and head sizes; DV is D if None.
     dtype:          of the KV cache.
-    page_size:      tokens of a page, None for a contiguous cache. No schedule depends on it.
+    page_size:      tokens of a page, None for a contiguous cache (with room for the longest request); it decides about
+                    the kernel, and no schedule depends on it.
     q_lens:         [B] query tokens of each request, 1 each if None; causal.
     window:         keys a query sees, itself included; None is all.
     latent:         V is the first DV columns of K (MLA), and is not read a second time.
@@ -230,6 +234,7 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
         raise BackendUnavailable(complaint("device", "the CPU backend cannot serve this call", gap,
                                            "Name a GPU to see which schedule it would take."))
     rows = row_ranges(seq_lens, q_lens, window=window, q_block=max(QUERY_ROWS // spec.G, 1))
+    lengths = np.asarray(seq_lens)
     if len(rows):
         spec = replace(spec, q_len=int(rows.q_end.max()))
     asked = parse_schedule(schedule)
@@ -245,9 +250,11 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     bandwidth, note = _bandwidth(target, read_bandwidth)
     line = chosen.timeline
     return Choice(
-        schedule=chosen.schedule, kind=chosen.kind, device=target.name, tile=tile, tiles=chosen.table.tiles,
-        segments=len(chosen.table), partials=chosen.partials, workers=workers, waves=line.waves,
-        makespan=line.makespan, fill=line.fill, bytes=moved.total, flops=cost.flops(spec, rows),
+        schedule=chosen.schedule, kind=chosen.kind, device=target.name,
+        kernel=prefill.kernel(target, spec, asked, tokens=int((rows.q_end - rows.q_begin).sum()),
+                              requests=lengths.size, longest=int(lengths.max(initial=0))),
+        tile=tile, tiles=chosen.table.tiles, segments=len(chosen.table), partials=chosen.partials, workers=workers,
+        waves=line.waves, makespan=line.makespan, fill=line.fill, bytes=moved.total, flops=cost.flops(spec, rows),
         floor_us=None if bandwidth is None else cost.floor_us(moved.least, bandwidth), floor_note=note,
         reason=_reason(chosen, runner_up, workers, asked=asked != "auto"), runner_up=runner_up, spec=spec, rows=rows,
         option=chosen, considered=considered,

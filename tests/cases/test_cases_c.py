@@ -11,6 +11,7 @@ import torch
 
 import wavefill
 from helpers import DTYPES, SCHEDULES, check, make_case, name_of, run
+from sharding import rank_of
 from wavefill import Fixed, Invariant
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -87,3 +88,16 @@ def test_merging_far_from_zero(level: float) -> None:
     out, lse = wavefill.merge_states(outs, torch.tensor([[-3e38], [5.0]]))
     assert torch.equal(out, outs[1])
     assert float(lse) == 5.0
+
+
+@dtypes
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_c4_drafts_over_keys_that_are_shared_out_over_ranks(dtype: torch.dtype, interleave: int) -> None:
+    """Rows were masked by the rank's own length: token j may see the keys before H + j + 1 of all ranks, and of no rank
+    the same number less one for each token before."""
+    whole = make_case([150, 33, 70], q_lens=[4, 4, 40], dtype=dtype, page_size=16, sinks=True)
+    states = [run(rank_of(whole, rank, 3, interleave)) for rank in range(3)]
+    out, lse = wavefill.merge_states(*(torch.stack(side) for side in zip(*states, strict=True)))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), whole.expected.out, rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(lse.double(), whole.expected.lse, rtol=0, atol=2e-6)

@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from wavefill.backends.gpu import configs, kernels, launch, nvrtc
+from wavefill.backends.gpu import configs, kernels, launch, many, nvrtc
 from wavefill.backends.gpu.configs import Config
-from wavefill.backends.gpu.kernels import Variant
+from wavefill.backends.gpu.kernels import ROUNDS, STREAM_K, Variant
 from wavefill.backends.gpu.nvrtc import Build
-from wavefill.backends.gpu.variants import ROUNDS, STREAM_K, Switches
+from wavefill.backends.gpu.variants import Switches
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -121,6 +121,9 @@ def many_jobs() -> Iterator[Job]:
             yield Job(launch.many_build("float16", D, config, kind, 0, True, every), HOPPER)
         for switches in some:
             yield Job(launch.many_build("bfloat16", D, config, kind, 16, False, switches), HOPPER)
+    yield Job(launch.many_build("bfloat16", 128, configs.many(8, 8), STREAM_K, 16, True, every), HOPPER)
+    for D, lanes in itertools.product((64, 128), many.JOIN_LANES):
+        yield Job(many.Join("bfloat16", D, True, lanes), HOPPER)
 
 
 def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int]) -> Iterator[Job]:

@@ -1,20 +1,32 @@
-"""Rows of the case list marked G in its sections K and L, and others of several query tokens; see test_cases.py."""
+"""Rows of the case list marked G in its sections K and L, and others of several query tokens; see test_cases.py.
+
+tests/gpu/test_cases_scores_gpu.py has them as users call, with the kernels of Hopper.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from running import CONFIG, CUTS, call, check, run
 
-from helpers import make_case
-from wavefill.spec import Fixed, Schedule, StreamK
+from helpers import make_case, same_bits
+from wavefill.backends.gpu import configs, launch
+from wavefill.backends.gpu.configs import Config
+from wavefill.backends.gpu.kernels import Variant
+from wavefill.schedule import Table, make_table, row_ranges
+from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 cuts = pytest.mark.parametrize("schedule", CUTS, ids=repr)
 #: Two query tokens a row, so that requests have several.
 TWO = replace(CONFIG, block=2)
+#: How four query heads a KV head of head size 128 are run with at most eight query tokens a request, or any number.
+SEVERAL = {"Hopper, 8": configs.many(4, 8), "Hopper": configs.many(4, None),
+           "portable, 8": configs.portable_several(128, 4, 2, 8), "portable": configs.portable_several(128, 4, 2, None)}
+severals = pytest.mark.parametrize("config", list(SEVERAL.values()), ids=list(SEVERAL))
 
 
 @cuts
@@ -96,8 +108,56 @@ def test_b10_pages_before_the_window_of_a_draft(schedule: Schedule) -> None:
     expected.check(out, lse)
 
 
-def test_n6_the_work_is_that_of_the_window() -> None:
-    """Layers with windows were split as if the whole cache counted. Tiles before the window belong to no worker."""
+def test_d4_tokens_that_this_call_is_about_are_counted_once() -> None:
+    """Splits were those of the cache before 196 keys came to it: all of them fell to the last split, or were missed."""
+    check(make_case([60 + 52], D=16, page_size=16, q_lens=[52]), Fixed(splits=2), config=TWO)
+
+
+def test_d7_splits_that_were_asked_for_are_made() -> None:
+    """The setting was dropped where queries are not causal. Sums of eight parts are not those of one."""
+    case = make_case([300], D=16, page_size=16, q_lens=[3], causal=False)
+    whole, parts = (check(case, Fixed(splits=n), config=TWO) for n in (1, 8))
+    assert not same_bits(whole[0], parts[0])
+
+
+def work(schedule: Schedule, config: Config, length: int, q_len: int,
+         window: int | None = None) -> tuple[launch.Call, Table]:
+    """The call of one request on an H200's 132 SMs, and which of its programs reads what."""
+    q, k = torch.empty(q_len, 32, 128, device="meta"), torch.empty(9, 16, 8, 128, device="meta")
+    made = launch.plan(q, k, k, torch.empty(1, 1 << 16, dtype=torch.int32, device="meta"), q, q[..., 0], scale=1.0,
+                       window=window, schedule=schedule, config=config, workers=132 * config.ctas, requests=1,
+                       interpret=True)
+    rows = row_ranges([length], [q_len], window=window, q_block=config.block)
+    return made, make_table(schedule, rows.start, rows.stop, KH=8, workers=made.attention_grid[0], tile=config.tile,
+                            grown=True)
+
+
+@pytest.mark.parametrize("schedule", [StreamK(), Fixed(), Invariant()], ids=repr)
+@severals
+@pytest.mark.parametrize("q_len", [2, 4, 8])
+def test_n5_drafts_take_the_split_path(schedule: Schedule, config: Config, q_len: int) -> None:
+    """2 to 8 query tokens left it: one program read all keys of a KV head."""
+    made, table = work(schedule, config, 7400, q_len)
+    kind = (dict(made.attention.constants)["KIND"] if isinstance(made.attention, Variant)
+            else made.attention.build.kind)
+    assert kind == launch.cut_of(schedule, config.tile).kind  # as in decode
+    assert set(table.row.tolist()) == {0}  # K and V are read once for all tokens
+    pieces = np.bincount(table.head, minlength=8)
+    assert pieces.min() >= (16 if isinstance(schedule, StreamK) else 4)
+
+
+@pytest.mark.parametrize("schedule", [StreamK(), Fixed(), Invariant()], ids=repr)
+@severals
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("window", [128, 512])
+def test_n6_keys_before_the_window_make_no_work(schedule: Schedule, config: Config, q_len: int, window: int) -> None:
+    """Layers with windows were split and read as if the whole cache counted."""
+    tables = [work(schedule, config, length, q_len, window)[1] for length in (2048, 32_768, 1 << 20)]
+    assert len({len(table) for table in tables}) == 1
+    assert {table.tiles for table in tables} == {8 * -(-(window + q_len - 1) // config.tile)}
+
+
+def test_n6_pages_before_the_window_are_not_looked_up() -> None:
     case = make_case([600], D=16, HQ=1, KH=1, page_size=16, q_lens=[2], window=20)
     assert case.block_table is not None
     case.block_table[0, : (600 - 2 - 20 + 1) // 16] = 2**31 - 1  # nobody looks

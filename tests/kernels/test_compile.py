@@ -18,9 +18,9 @@ from compiling import (
     several_jobs,
 )
 
-from wavefill.backends.gpu.many import THREADS
+from wavefill.backends.gpu.kernels import CHUNKS
+from wavefill.backends.gpu.many import JOINERS, THREADS
 from wavefill.backends.gpu.nvrtc import Build
-from wavefill.backends.gpu.variants import CHUNKS
 
 #: Targets of the portable kernel besides Hopper.
 OTHERS = ("cuda:80", "cuda:89", "cuda:100", "cuda:120", "hip:gfx90a", "hip:gfx942")
@@ -75,7 +75,8 @@ def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Resul
     """Two where it asks for two; the second waits in the slow way of caches that cannot be read in vectors."""
     def too_large(job: Job, result: Result) -> bool:
         if isinstance(job.variant, Build):
-            warps = THREADS // 32 if job.kernel == "many" else job.variant.warps
+            threads = {"many": THREADS, "join": JOINERS}.get(job.kernel)
+            warps = threads // 32 if threads else job.variant.warps
         elif not dict(job.variant.constants).get("UNIT", True):
             return False
         else:

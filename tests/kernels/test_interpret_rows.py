@@ -22,13 +22,14 @@ blocks = st.sampled_from([1, 2, 4, 16])
 
 
 def expand(lens: list[int], starts: list[int], tokens: int, block: int, causal: bool, window: int | None,
-           limit: int = LIMIT, chunk: int = 4, size: int = 8) -> tuple[torch.Tensor, int]:
+           limit: int = LIMIT, chunk: int = 4, size: int = 8, gate: int | None = None) -> tuple[torch.Tensor, int]:
     """ROWS, and the entries of a plane; a worker looks at few requests at once and fills few rows."""
     R = launch.most_rows(tokens, len(lens), block)
-    found = torch.full((7 * R + 2 + 8,), -77, dtype=torch.int32)
+    found = torch.full((7 * R + 3 + 8,), -77, dtype=torch.int32)
     rows.expand[(-(-R // size),)](torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), found,
-                                  len(lens), R, tokens, block, int(causal), window or 0, limit, chunk, size)
-    assert (found[7 * R + 2 :] == -77).all()
+                                  torch.tensor([gate or 0], dtype=torch.int32), int(gate is not None), len(lens),
+                                  R, tokens, block, int(causal), window or 0, limit, chunk, size)
+    assert (found[7 * R + 3 :] == -77).all()
     return found, R
 
 
@@ -50,7 +51,7 @@ def test_rows_are_those_of_the_schedule(batch: list[tuple[int, int]], block: int
     expected = ranges_of(batch, block, causal, window)
     used = len(expected)
     assert used <= R
-    assert found[7 * R : 7 * R + 2].tolist() == [starts[-1], used]
+    assert found[7 * R : 7 * R + 3].tolist() == [starts[-1], used, 0]
     empty = expected.stop <= expected.start
     request = expected.request
     shift = np.array([n - m for n, m in batch], dtype=int)[request]
@@ -72,9 +73,20 @@ def test_wrong_offsets_stay_within_the_query_tokens(starts: list[int], tokens: i
         wrong, R = expand([9, 9, 9], starts, tokens, block, True, None, chunk=chunk)
         right, _ = expand([9, 9, 9], cleaned, tokens, block, True, None)
         assert torch.equal(wrong, right)
+        assert wrong[7 * R + 2] == cleaned[0]
         first, count = wrong[3 * R : 4 * R], wrong[4 * R : 5 * R]
         assert (first >= 0).all()
         assert (first + count <= tokens).all()
+
+
+def test_a_gate_lets_all_rows_through_or_none() -> None:
+    batch = [9, 0, 30], [1, 4, 4, 6], 8, 2, True, None
+    free, R = expand(*batch)
+    opened, _ = expand(*batch, gate=1)
+    closed, _ = expand(*batch, gate=0)
+    assert torch.equal(free, opened)
+    assert free[7 * R : 7 * R + 3].tolist() == [6, 3, 1]
+    assert closed[: 7 * R + 3].tolist() == [*[0] * (7 * R), 8, 0, 0]
 
 
 def test_lengths_are_cut_to_what_there_is() -> None:

@@ -36,7 +36,10 @@ def explain(
     d: Annotated[int, typer.Option(help="Head size of Q and K.")] = 128,
     dv: Annotated[int | None, typer.Option(help="Head size of V and the output; --d if not given.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the KV cache: bfloat16, float16 or float32.")] = "bfloat16",
+    q_lens: Annotated[str | None, typer.Option(
+        help="Query tokens of each request, as --lens: 1 each if not given; all: whole prompts.")] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    contiguous: Annotated[bool, typer.Option("--contiguous", help="The cache has no pages.")] = False,
     window: Annotated[int | None, typer.Option(help="Keys a query sees; all if not given.")] = None,
     latent: Annotated[bool, typer.Option(
         "--latent", help="V is the first --dv columns of K, as in MLA, and is not read a second time.")] = False,
@@ -63,10 +66,11 @@ def explain(
     from wavefill.select import explain as choose
 
     seq_lens = _lengths(lens, batch, context)
+    queries = seq_lens if q_lens == "all" else None if q_lens is None else _counted("--q-lens", q_lens)
     choice = choose(
-        seq_lens, HQ=hq, KH=kh, D=d, DV=dv, dtype=dtype, page_size=page_size, window=window,
-        latent=latent, schedule=_schedule(schedule), device=device, workers=workers, tile=tile,
-        read_bandwidth=None if read_gbs is None else read_gbs * 1e9,
+        seq_lens, HQ=hq, KH=kh, D=d, DV=dv, dtype=dtype, page_size=None if contiguous else page_size,
+        q_lens=queries, window=window, latent=latent, schedule=_schedule(schedule), device=device, workers=workers,
+        tile=tile, read_bandwidth=None if read_gbs is None else read_gbs * 1e9,
     )
     replay = _emulate(choice, seq_lens, quiet=json) if emulate else None
     drawn = choice if panels is None else replace(choice, considered=choice.considered[:panels - 1])
@@ -88,18 +92,23 @@ def _lengths(lens: str | None, batch: int, context: int | None) -> list[int]:
                       "neither" if lens is None else "both", "For example --lens 131072,65536,14x4096.")
     if context is not None:
         return [context] * whole("--batch", batch, 0, MAX_REQUESTS)
-    seq_lens: list[int] = []
-    for part in (lens or "").split(","):
+    return _counted("--lens", lens or "")
+
+
+def _counted(option: str, text: str) -> list[int]:
+    """The numbers that LENGTH and COUNTxLENGTH with commas between stand for."""
+    found: list[int] = []
+    for part in text.split(","):
         match = re.fullmatch(r"(?:(\d{1,18})x)?(\d{1,18})", part.strip())
         if match is None:
-            raise invalid("--lens", "must be lengths or COUNTxLENGTH with commas between", repr(part[:40]),
+            raise invalid(option, "must be lengths or COUNTxLENGTH with commas between", repr(part[:40]),
                           "For example 131072,65536,14x4096.")
         count = int(match[1] or 1)
-        if len(seq_lens) + count > MAX_REQUESTS:
-            raise invalid("--lens", f"may count at most {MAX_REQUESTS:,} requests", f"{len(seq_lens) + count:,}",
+        if len(found) + count > MAX_REQUESTS:
+            raise invalid(option, f"may count at most {MAX_REQUESTS:,} requests", f"{len(found) + count:,}",
                           "Give fewer.")
-        seq_lens += [int(match[2])] * count
-    return seq_lens
+        found += [int(match[2])] * count
+    return found
 
 
 def _schedule(text: str) -> Schedule | str:
@@ -135,6 +144,8 @@ def _write_files(choice: Choice, html: Path | None, png: Path | None) -> None:
 
 def _emulate(choice: Choice, seq_lens: list[int], *, quiet: bool) -> Emulation:
     spec = choice.spec
+    if spec.q_len > 1:
+        raise invalid("--emulate", "replays one query token a request", f"up to {spec.q_len:,}", "Leave --q-lens out.")
     page = min(spec.page_size or 16, max([1, *seq_lens]))  # a page past every request's end holds no more
     pages = [-(-n // page) for n in seq_lens]
     nbytes = (sum(pages) * page * spec.KH + len(seq_lens) * spec.HQ) * (spec.D + spec.DV) * 4
@@ -181,6 +192,7 @@ def _print(choice: Choice, timeline: bool) -> None:
         "schedule": choice.label,
         "why": choice.reason,
         "device": where,
+        "kernel": choice.kernel,
         "tiles": f"{choice.tiles:,} of {choice.tile} tokens ({_size(cost.tile_bytes(spec, choice.tile))} each)",
         "workers": f"{choice.workers:,}",
         "work items": f"{choice.segments:,}, {choice.partials:,} of them with a partial state to merge",

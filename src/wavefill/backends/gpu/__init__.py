@@ -9,6 +9,7 @@ Importing this module needs no compiler; the first call does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from wavefill import env
-from wavefill.backends.gpu import configs, inspection, launch, many, nvrtc
+from wavefill.backends.gpu import configs, inspection, launch, libraries, many, nvrtc
 from wavefill.backends.gpu.configs import Config
 from wavefill.backends.gpu.launch import Call as Call
 from wavefill.backends.gpu.launch import run as run
+from wavefill.prefill import MAX_GROUP as MAX_GROUP
+from wavefill.prefill import MAX_HEAD_DIM as MAX_HEAD_DIM
 from wavefill.scores import NONE, Options
 from wavefill.spec import (
     AttentionSpec,
@@ -31,8 +34,6 @@ from wavefill.spec import (
     invalid,
 )
 
-MAX_HEAD_DIM = 256
-MAX_GROUP = 128
 MIN_CAPABILITY = (8, 0)
 #: Tokens that a tile may have where StreamK(tile=...) names them.
 TILES = (16, 32, 64, 128)
@@ -93,6 +94,7 @@ def attention(
     max_seq_len: int | None = None,
     max_q_len: int | None = None,
     options: Options = NONE,
+    auto: bool = False,
 ) -> Call | None:
     """Attention of packed query tokens over a KV cache, written into `out` and `lse` on q's device and current stream.
 
@@ -110,6 +112,7 @@ def attention(
     max_q_len:    most query tokens of a request; a kernel then takes fewer at once, other than under `invariant`.
                   Where it is too small the result is the same.
     options:      soft cap, sinks, ALiBi and the mask of drafts; a mask needs cu_seqlens_q.
+    auto:         whether `schedule` is what "auto" stands for: prompts may then go to a library (`libraries`).
 
     Returns what `run` takes for further calls with tensors of these sizes, strides and alignment on this device, None
     where q was copied, there was nothing to do, or there are options or cu_seqlens_q.
@@ -150,11 +153,15 @@ def attention(
         call = _calls[key] = _plan(
             q, k_cache, v_cache, block_table, out, lse, scale, causal, window, schedule, sm_budget,
             None if cu_seqlens_q is None else seq_lens.shape[0], max_q_len, options)
+    attend: Callable[..., None] = run
+    if (auto and cu_seqlens_q is not None and block_table is None and window is None and options is NONE
+            and sm_budget is None and q.element_size() == 2):
+        attend = libraries.choose(call, q, k_cache, v_cache, scale, causal, is_hopper(index)) or run
     if torch.cuda.current_device() == index:
-        run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse, starts=cu_seqlens_q, options=options)
+        attend(call, q, k_cache, v_cache, seq_lens, block_table, out, lse, starts=cu_seqlens_q, options=options)
     else:
         with torch.cuda.device(index):
-            run(call, q, k_cache, v_cache, seq_lens, block_table, out, lse, starts=cu_seqlens_q, options=options)
+            attend(call, q, k_cache, v_cache, seq_lens, block_table, out, lse, starts=cu_seqlens_q, options=options)
     return None if copied or special is not None else call
 
 

@@ -139,38 +139,62 @@ def cluster_of(units: int, kv_bytes: int) -> int:
     return TEAM if units <= LEAST_UNITS or kv_bytes <= SMALL_BYTES else 2
 
 
+class Grid:
+    """A function with the grid that it is launched with, in clusters, on the current device.
+
+    programs: of the grid along x: as many whole clusters as run at once, at most those asked for; blocks: along y.
+    cluster:  programs of a cluster: those asked for, or fewer where not one of them can run.
+    follows:  whether it may begin while the kernel before it ends, which it waits for by itself.
+    """
+
+    def __init__(self, function: Any, programs: int, blocks: int, threads: int, dynamic_bytes: int, *,
+                 cluster: int = 1, follows: bool = False) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._function, self._follows = driver, function, follows
+        self._sizes = blocks, threads, dynamic_bytes
+        self.programs, self.cluster = programs, cluster
+        while self.cluster > 1:
+            fit = done(driver.cuOccupancyMaxActiveClusters(function, self._config(self.cluster, driver.CUstream(0))))
+            clusters = min(programs // self.cluster, fit)
+            if clusters:
+                self.programs = clusters * self.cluster
+                break
+            self.cluster //= 2
+        self._configs: dict[int, Any] = {}
+
+    def _config(self, programs: int, stream: Any) -> Any:
+        driver, (blocks, threads, dynamic_bytes) = self._driver, self._sizes
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = programs, blocks, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = dynamic_bytes
+        config.hStream = stream
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self.cluster, 1, 1
+        follows = driver.CUlaunchAttribute()
+        follows.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        follows.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = ([cluster, follows], 2) if self._follows else ([cluster], 1)
+        return config
+
+    def launch(self, stream: int, given: Any) -> None:
+        """One launch on a stream; `given` are the addresses of the kernel's parameters."""
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._configs[stream] = self._config(self.programs, self._driver.CUstream(stream))
+        done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(given), 0))
+
+
 class Kernel:
     """A launch on one device, which must be the current one; compiled if it is the first of its build."""
 
     def __init__(self, launch: Launch, device: int) -> None:
-        from cuda.bindings import driver
-
-        self._driver, self._launch, self._device = driver, launch, device
-        self._function = nvrtc.function(launch.build, device)
-        self._cluster, self._programs = launch.cluster, launch.programs
-        while self._cluster > 1:  # as many whole clusters as run at once, smaller ones where none does
-            config = self._config(self._cluster, driver.CUstream(0))
-            fit = done(driver.cuOccupancyMaxActiveClusters(self._function, config))
-            clusters = min(launch.programs // self._cluster, fit)
-            if clusters:
-                self._programs = clusters * self._cluster
-                break
-            self._cluster //= 2
-        self._configs: dict[int, Any] = {}
+        self._launch, self._device, build = launch, device, launch.build
+        self._grid = Grid(nvrtc.function(build, device), launch.programs, launch.blocks, build.warps * 32,
+                          build.dynamic_bytes, cluster=launch.cluster)
         self._maps = Maps()
-
-    def _config(self, programs: int, stream: Any) -> Any:
-        driver, launch = self._driver, self._launch
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = programs, launch.blocks, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.build.warps * 32, 1, 1
-        config.sharedMemBytes = launch.build.dynamic_bytes
-        config.hStream = stream
-        cluster = driver.CUlaunchAttribute()
-        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
-        config.attrs, config.numAttrs = [cluster], 1
-        return config
 
     def __call__(self, stream: int, capturing: bool, k: Tensor, v: Tensor, addresses: tuple[int, ...]) -> None:
         """One launch on a stream, which may be `capturing`; `addresses` are those of `Args` up to slopes.
@@ -178,15 +202,11 @@ class Kernel:
         All calls of a launch have caches of one geometry.
         """
         launch = self._launch
-        config = self._configs.get(stream)
-        if config is None:
-            config = self._configs[stream] = self._config(self._programs, self._driver.CUstream(stream))
         args = Args.from_buffer_copy(launch.args)
         _ADDRESSES.pack_into(args, 0, *addresses, memory.counters(self._device, stream, launch.programs * launch.blocks,
                                                                   capturing))
         maps = self._maps.of(k, v) if launch.build.boxes else _NO_MAPS
-        given = (ctypes.c_void_p * 2)(ctypes.addressof(maps), ctypes.addressof(args))
-        done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(given), 0))
+        self._grid.launch(stream, (ctypes.c_void_p * 2)(ctypes.addressof(maps), ctypes.addressof(args)))
 
 
 _ADDRESSES = struct.Struct("=14Q")

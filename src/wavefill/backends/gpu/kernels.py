@@ -25,9 +25,11 @@ compiled_count = 0
 _compiling = threading.Lock()
 Made = TypeVar("Made")
 
+#: How rows are cut, as in `cursor`; ROUNDS is many.cu's alone.
+STREAM_K, SPLITS, CHUNKS, ROUNDS = range(4)
 POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "PART_O": "*fp32", "PART_M": "*fp32",
             "PART_L": "*fp32", "SINK": "*fp32", "SLOPES": "*fp32", "MASK": "*i32", "STARTS": "*i32", "LENS": "*i32",
-            "ROWS": "*i32"}
+            "ROWS": "*i32", "GIVEN": "*i32", "FLAGS": "*i32", "GATE": "*i32", "FOUND": "*fp32"}
 TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -35,7 +37,7 @@ TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 class Variant:
     """One kernel with its compile-time choices.
 
-    kernel:    "portable", "merge", "prefix" or "expand".
+    kernel:    "portable", "merge", "prefix", "expand", "enter" or "leave".
     dtype:     of q, K, V and the output.
     constants: compile-time arguments, as sorted pairs.
     aligned:   arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
@@ -85,9 +87,10 @@ def options(variant: Variant) -> dict[str, Any]:
 
 def function(kernel: str) -> Any:
     """The kernel's function, as Triton made it."""
-    from wavefill.backends.gpu import merge, portable, rows
+    from wavefill.backends.gpu import around, merge, portable, rows
 
-    return {"portable": portable.attend, "merge": merge.merge, "prefix": merge.prefix, "expand": rows.expand}[kernel]
+    return {"portable": portable.attend, "merge": merge.merge, "prefix": merge.prefix, "expand": rows.expand,
+            "enter": around.enter, "leave": around.leave}[kernel]
 
 
 @cache

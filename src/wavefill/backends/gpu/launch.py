@@ -15,14 +15,10 @@ from torch import Tensor
 
 from wavefill.backends.gpu import hopper, kernels, many, memory, nvrtc
 from wavefill.backends.gpu.configs import MERGES, Config
-from wavefill.backends.gpu.kernels import Variant
+from wavefill.backends.gpu.kernels import CHUNKS, ROUNDS, SPLITS, STREAM_K, Variant
 from wavefill.backends.gpu.variants import (
-    CHUNKS,
     EXPAND_SIZE,
     PLAIN,
-    ROUNDS,
-    SPLITS,
-    STREAM_K,
     Switches,
     attention_variant,
     expand_variant,
@@ -40,6 +36,8 @@ SCAN_AT_MOST = 1024
 LOG2_E = 1.4426950408889634
 #: Whole units for each program from which the kernel of several query tokens does not cut them.
 ROUNDS_UNITS = 4
+#: Programs of the kernel that joins parts of drafts, at most: what fits on a GPU at a time.
+JOIN_PROGRAMS = 264
 
 GIVEN, ITEMS, FLASHDECODING, BOUNDED = range(4)
 
@@ -237,18 +235,23 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
     scanned = cut.kind != ROUNDS and (rows > SCAN_AT_MOST or (
         bool(config.copies) and (-(-capacity // tile) + hopper.MOST_OPENING) * units >= 1 << 31))
     slots = 0 if whole else partial_slots(merged, rows, KH, workers, -(-capacity // tile))
-    sizes = (slots * queries * DV, slots * queries, slots * queries, 2 * (2 * rows + 3) if scanned else 0, T * HQ,
-             0 if g.requests is None else 7 * rows + 2)
-    ends = tuple(accumulate(map(_round, sizes), initial=0))
     seen = 0 if g.window is None else min(g.window, MAX_LENGTH)
     cuts = (seen, min(capacity, MAX_LENGTH), cut.param, cut.rule)
+    # A kernel that makes rows and joins parts by itself, and one that does the latter.
+    joined = config.copies == "many" and many_build(g.dtype, D, config, cut.kind, 0, scanned, g.switches).joined
+    merges = joined or (config.copies in ("boxes", "rows") and cut.kind == STREAM_K)
+    sizes = (slots * queries * DV, slots * queries, slots * queries, 2 * (2 * rows + 3) if scanned else 0, T * HQ,
+             0 if g.requests is None else 7 * rows + 3)
+    if joined:
+        sizes = slots * many.state_words(DV), 0, 0, 0, T * HQ, 0
+    ends = tuple(accumulate(map(_round, sizes), initial=0))
     strides = (*g.out_strides[:2], *g.lse_strides)
     blocks = -(-queries // config.heads)
 
     attention: Variant | hopper.Launch | many.Launch
     attention_args: tuple[Any, ...] = ()
     if config.copies == "many":
-        attention = _many_launch(g, config, cut, rows, scanned, workers)
+        attention = _many_launch(g, config, cut, cuts, rows, scanned, workers)
     elif config.copies:
         attention = _hopper_launch(g, config, cut, cuts, scanned, blocks, workers)
     else:
@@ -263,7 +266,7 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
     by_worker = cut.kind == STREAM_K and units > workers
     merge_rows = workers if by_worker else units
     shape = merge_shape(merge_rows * queries, DV)
-    if not whole and not (config.copies in ("boxes", "rows") and cut.kind == STREAM_K):
+    if not whole and not merges:
         merge = merge_variant(g.dtype, DV, shape, tile, merged.kind, by_worker, scanned, pdl, g.switches)
         merge_args = (rows, KH, G, queries, T, workers, *cuts, *strides, *kernels.values(merge))
 
@@ -273,7 +276,7 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
     if scanned:
         prefix = prefix_variant(tile, cut.kind, g.switches.several)
         prefix_args = (rows, KH, workers, *cuts, *kernels.values(prefix))
-    if g.requests is not None:
+    if g.requests is not None and not joined:
         expand = expand_variant()
         expand_args = (g.requests, rows, T, config.block, int(g.causal), *cuts[:2], *kernels.values(expand))
     return Call(expand, prefix, attention, merge, (-(-rows // EXPAND_SIZE), 1, 1), (workers, blocks, 1),
@@ -285,16 +288,13 @@ def cut_many(g: Geometry, config: Config, workers: int) -> tuple[Cut, int]:
     """How the Hopper kernel of several query tokens shares out what `stream_k` asks for, and its programs.
 
     Prompts have rows enough to keep programs busy with whole units. A few rows of long requests are cut alike, so that
-    programs read the same K and V together. Drafts, of one row a request, are cut as in decode, by fewer programs
-    where units then are cut alike or not at all.
+    programs read the same K and V together. Drafts, of one row a request, are cut as in decode.
     """
     T, KH, requests = g.q[0][0], g.k[0][2], min(g.requests or 0, g.q[0][0])
     if 2 * config.block * requests <= T:
         units = -(-T // config.block) * KH
         return Cut(ROUNDS, 1 if units >= ROUNDS_UNITS * workers else even_pieces(units, workers), GIVEN), workers
-    units = requests * KH
-    left = workers % units if config.heads < many.MOST_QUERIES and units else 0
-    return Cut(STREAM_K, 0, GIVEN), workers - left if 8 * left <= workers and units < workers else workers
+    return Cut(STREAM_K, 0, GIVEN), workers
 
 
 def even_pieces(units: int, workers: int) -> int:
@@ -307,18 +307,24 @@ def even_pieces(units: int, workers: int) -> int:
     return next(pieces for pieces in range(1, 33) if fill(pieces) >= 0.9 * best)
 
 
-def _many_launch(g: Geometry, config: Config, cut: Cut, rows: int, scanned: bool, workers: int) -> many.Launch:
+def _many_launch(g: Geometry, config: Config, cut: Cut, cuts: tuple[int, ...], rows: int, scanned: bool,
+                 workers: int) -> many.Launch:
     """The Hopper kernel of several query tokens a request."""
-    (T, HQ, D), KH = g.q[0], g.k[0][2]
+    (T, HQ, D), KH, requests = g.q[0], g.k[0][2], g.requests or 0
     scale, cap = _scales(g.scale, g.softcap)
+    seen, limit, param, rule = cuts
+    build = many_build(g.dtype, D, config, cut.kind, 0 if g.table is None else g.k[0][1], scanned, g.switches)
+    join, units = None, min(requests, T) * KH
+    if build.joined and (lanes := many.join_lanes(units, workers)):
+        kernel = many.Join(g.dtype, D, g.sinks, lanes)
+        join = kernel, min(units * kernel.slices, JOIN_PROGRAMS)
     args = many.Args(
         scale=scale, cap=cap, B=rows, KH=KH, G=HQ // KH, block=config.block, tokens=T,
-        causal=int(g.causal or g.window is not None), window=0 if g.window is None else min(g.window, MAX_LENGTH),
-        param=cut.param, rule=cut.rule, words=g.mask[0], mask_row=g.mask[1],
+        causal=int(g.causal or g.window is not None), window=seen, param=param, rule=rule, requests=requests,
+        limit=limit, programs=workers, apart=int(join is not None), words=g.mask[0], mask_row=g.mask[1],
         t_b=0 if g.table is None else g.table[1][0], q_b=g.q[1][0], q_h=g.q[1][1], o_b=g.out_strides[0],
         o_h=g.out_strides[1], l_b=g.lse_strides[0], l_h=g.lse_strides[1])
-    return many.Launch(many_build(g.dtype, D, config, cut.kind, 0 if g.table is None else g.k[0][1], scanned,
-                                  g.switches), workers, args)
+    return many.Launch(build, workers, join, args)
 
 
 def many_build(dtype: str, D: int, config: Config, kind: int, page: int, scanned: bool,
@@ -373,7 +379,10 @@ def variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, pag
     found: list[Variant | nvrtc.Build] = [*triton_variants(dtype, D, DV, G, config, kind, page, pdl, switches,
                                                            attention=not config.copies, merge=merges)]
     if config.copies == "many":
-        found += [many_build(dtype, D, config, kind, page or 0, scanned, switches) for scanned in (False, True)]
+        builds = [many_build(dtype, D, config, kind, page or 0, scanned, switches) for scanned in (False, True)]
+        found += builds
+        if builds[0].joined:
+            found += [many.Join(dtype, D, switches.sinks, lanes) for lanes in many.JOIN_LANES]
         if kind == STREAM_K:  # see `cut_many`
             found.append(many_build(dtype, D, config, ROUNDS, page or 0, False, switches))
             found += [merge_variant(dtype, DV, shape, config.tile, SPLITS, False, False, pdl, switches)
@@ -414,15 +423,17 @@ def plan(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, out: Tensor, lse
 
 
 def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Tensor | None, out: Tensor,
-        lse: Tensor | None, *, starts: Tensor | None = None, options: Options = NONE, interpret: bool = False) -> None:
+        lse: Tensor | None, *, starts: Tensor | None = None, options: Options = NONE, gate: Tensor | None = None,
+        interpret: bool = False) -> None:
     """Fill `out` [T, HQ, DV] and `lse` [T, HQ] on q's device, in at most four launches and without a synchronisation.
 
     The tensors are like those that the call was planned for, and seq_lens and `starts`, cu_seqlens_q, are contiguous;
-    the device is current. Without `lse` (only where that of the plan was contiguous) it is lost.
+    the device is current. Without `lse` (only where that of the plan was contiguous) it is lost. With `gate` [1] int32,
+    which wants a call that makes rows, nothing is written where it holds 0 on the device.
     """
     if table is None:
         table = seq_lens
-    given = seq_lens, table, starts, options.sinks, options.alibi_slopes, options.mask
+    given = seq_lens, table, starts, options.sinks, options.alibi_slopes, options.mask, gate
     inputs: tuple[Any, ...] = q, k, v
     at: tuple[Any, ...]
     parts: tuple[Any, ...]
@@ -445,21 +456,22 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Te
         at = tuple(0 if x is None else x.data_ptr() for x in given)
         parts = tuple(base + 4 * begin for begin in call.offsets)
         parts = (out.data_ptr(), parts[4] if lse is None else lse.data_ptr(), *parts[:4], parts[5])
-    seq, table_at, starts_at, sinks, slopes, mask = at
+    seq, table_at, starts_at, sinks, slopes, mask, gate_at = at
     out_at, lse_at, part_o, part_m, part_l, before_at, rows_at = parts
     expand, prefix, attention, merge = call.launchers(device)
     if expand is not None:
-        expand(call.expand_grid, stream, starts_at, seq, rows_at, *call.expand_args)
+        expand(call.expand_grid, stream, starts_at, seq, rows_at, gate_at, int(gate is not None), *call.expand_args)
         seq = rows_at
     if prefix is not None:
         prefix((1, 1, 1), stream, seq, before_at, *call.prefix_args)
-    addresses = *inputs, table_at, seq, before_at, out_at, lse_at, part_o, part_m, part_l
+    results = before_at, out_at, lse_at, part_o, part_m, part_l
     if isinstance(call.attention, Variant):
-        attention(call.attention_grid, stream, *addresses, sinks, slopes, mask, *call.attention_args)
+        attention(call.attention_grid, stream, *inputs, table_at, seq, *results, sinks, slopes, mask,
+                  *call.attention_args)
     elif isinstance(call.attention, many.Launch):
-        attention(stream, k, v, (*addresses, sinks, slopes, mask))
+        attention(stream, capturing, k, v, (*inputs, table_at, seq, starts_at, at[0], *results, sinks, slopes, mask))
     else:
-        attention(stream, capturing, k, v, (*addresses, sinks, slopes))
+        attention(stream, capturing, k, v, (*inputs, table_at, seq, *results, sinks, slopes))
     if merge is not None:
         merge(call.merge_grid, stream, seq, before_at, out_at, lse_at, part_o, part_m, part_l, sinks, *call.merge_args)
 

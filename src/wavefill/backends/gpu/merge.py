@@ -141,7 +141,7 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, SINK, B, KH, G, queries
     if SEVERAL:
         # Tokens before the first row and past the last are no request's.
         used = tl.load(SEQ + PLANES * B)
-        first = tl.where(tl.load(SEQ + PLANES * B + 1) > 0, tl.load(SEQ + FIRST * B), used)
+        first = tl.load(SEQ + PLANES * B + 2)
         for padding in range(pid, first + tokens - used, tl.num_programs(0)):
             where = tl.where(padding < first, padding, padding - first + used)
             for h in range(query, KH * G, queries):

@@ -73,7 +73,7 @@ def compile_source(build: Build, options: tuple[str, ...] = ()) -> tuple[bytes, 
                                              [text.encode() for text in texts.values()],
                                              [name.encode() for name in texts]))
     try:
-        given = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-diag-suppress=128,186", *options)
+        given = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-diag-suppress=128,177,186", *options)
         status, = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
         log = b" " * done(nvrtc.nvrtcGetProgramLogSize(program))
         done(nvrtc.nvrtcGetProgramLog(program, log))

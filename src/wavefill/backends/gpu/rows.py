@@ -6,11 +6,11 @@ A row takes the place that a request has in decode. `wavefill.schedule.row_range
 import triton
 import triton.language as tl
 
-#: Planes of ROWS [7 * R + 2] int32, each of R entries: the first key that a query of the row sees and one past the last
+#: Planes of ROWS [7 * R + 3] int32, each of R entries: the first key that a query of the row sees and one past the last
 #: (both 0 where none sees a key), the request, the packed index of the first query token, the number of query tokens (0
 #: in entries without a row), the position of the first, and that of the request's first. The last two may be negative.
 START, STOP, REQUEST, FIRST, COUNT, POSITION, BASE = (tl.constexpr(i) for i in range(7))
-#: After the planes: the query tokens and the rows in use.
+#: After the planes: where the query tokens of requests end, the rows in use, and where those query tokens begin.
 PLANES = tl.constexpr(7)
 
 
@@ -33,11 +33,14 @@ def _larger(a, b):
 
 
 @triton.jit
-def expand(STARTS, LENS, ROWS, B, R, T, block, causal, window, limit, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+def expand(STARTS, LENS, ROWS, GATE, gated, B, R, T, block, causal, window, limit, CHUNK: tl.constexpr,
+           SIZE: tl.constexpr):
     """STARTS [B + 1], LENS [B]: `cu_seqlens_q` and `seq_lens`; ROWS: see above. A program fills SIZE entries of R.
 
     block:  query tokens of a row at most.
     window: 0 for none; limit: keys that a request can have.
+    gated:  whether there is a GATE [1]. Where it holds 0 there are no rows, and all T tokens count as some request's,
+            so that the kernels after this one write nothing.
 
     Rows are ordered by request, then by block. Every program looks at all requests, CHUNK at a time, and counts for
     each of its rows those that end before it.
@@ -48,7 +51,8 @@ def expand(STARTS, LENS, ROWS, B, R, T, block, causal, window, limit, CHUNK: tl.
     above = tl.zeros([SIZE], tl.int32)
     first = tl.zeros([SIZE], tl.int32)
     total = tl.cast(0, tl.int32)
-    last = tl.maximum(tl.minimum(tl.load(STARTS), T), 0)
+    origin = tl.maximum(tl.minimum(tl.load(STARTS), T), 0)
+    last = origin
     for b0 in range(0, B, CHUNK):
         begin, end, last_here = offsets(STARTS, b0 + o_b, B, T, last)
         blocks = tl.where(b0 + o_b < B, (end - begin + block - 1) // block, 0)
@@ -59,8 +63,13 @@ def expand(STARTS, LENS, ROWS, B, R, T, block, causal, window, limit, CHUNK: tl.
         first = tl.maximum(first, tl.max(tl.where(passed, end[None, :], 0), 1))
         total += tl.sum(blocks, 0)
         last = tl.maximum(last, last_here)
+    first = tl.maximum(first, origin)
+    if gated != 0:
+        shut = tl.load(GATE) == 0
+        total = tl.where(shut, 0, total)
+        origin = tl.where(shut, 0, origin)
+        last = tl.where(shut, T, last)
     used = o_r < total
-    first = tl.maximum(first, tl.maximum(tl.minimum(tl.load(STARTS), T), 0))
     end = tl.maximum(tl.minimum(tl.load(STARTS + request + 1, mask=used, other=0), T), first)
     length = tl.maximum(tl.minimum(tl.load(LENS + request, mask=used, other=0), limit), 0)
     base = length - (end - first)
@@ -81,3 +90,4 @@ def expand(STARTS, LENS, ROWS, B, R, T, block, causal, window, limit, CHUNK: tl.
     if tl.program_id(0) == 0:
         tl.store(ROWS + PLANES * R, last)
         tl.store(ROWS + PLANES * R + 1, total)
+        tl.store(ROWS + PLANES * R + 2, origin)

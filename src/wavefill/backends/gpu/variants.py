@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from wavefill.backends.gpu.configs import MERGE_PROGRAMS, MERGES, Config
-from wavefill.backends.gpu.kernels import Variant, constants
+from wavefill.backends.gpu.kernels import STREAM_K, Variant, constants
 
-#: How rows are cut, as in `cursor`; ROUNDS is many.cu's alone.
-STREAM_K, SPLITS, CHUNKS, ROUNDS = range(4)
 #: Rows that a program of attention or merge scans at once, and that the scan of many does; requests that a program of
 #: `rows.expand` looks at, at once, and rows that it fills.
 CHUNK, SCAN_CHUNK, EXPAND_CHUNK, EXPAND_SIZE = 128, 1024, 64, 64
@@ -62,7 +60,7 @@ def prefix_variant(tile: int, kind: int, several: bool = False) -> Variant:
 def expand_variant() -> Variant:
     """The kernel that makes rows of query offsets: one for all."""
     return Variant("expand", "float32", constants({"CHUNK": EXPAND_CHUNK, "SIZE": EXPAND_SIZE}), 4,
-                   unaligned=("STARTS", "LENS"))
+                   unaligned=("STARTS", "LENS", "GATE"))
 
 
 def triton_variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, page: int | None, pdl: bool,

@@ -6,6 +6,9 @@
 // than 64 queries, each group has 64 of them and both read every tile; else (TOGETHER) both have all queries and every
 // other tile, and join their states at the end of the segment.
 //
+// For drafts (JOINED) every program makes the rows for itself. Parts of a unit become one in the last of its programs
+// to arrive, or, where there are more programs than units and so many parts of each, in a kernel of their own, `join`.
+//
 // A group asks for the scores of a tile before the products with V of the tile before it, and turns scores into weights
 // while those run.
 //
@@ -21,16 +24,20 @@ typedef unsigned long long u64;
 
 struct Args {
     const u16 *q, *k, *v; // k and v are read through the maps
-    const i32 *table, *rows;
+    const i32 *table, *rows;  // where JOINED there are no rows but
+    const i32 *starts, *seq;  // offsets and lengths of requests
     const i64* before;
     u16* out;
     float *lse, *part_o, *part_m, *part_l;
     const float *sinks, *slopes;
     const i32* mask;
+    u32* counters; // as in decode.cu, where JOINED
     i64 q_b, q_h, o_b, o_h, l_b, l_h, t_b, mask_row;
     float scale, cap; // of the scores times log2(e); where CAPPED, of the products what the tanh takes, and its factor
-    i32 B, KH, G, block, tokens;      // rows; query tokens of a row at most, and of the call
+    i32 B, KH, G, block, tokens; // rows; query tokens of a row at most, and of the call
     i32 causal, window, param, rule, words;
+    i32 requests, limit; // where JOINED; keys that a request can have
+    i32 programs, apart; // of the grid; whether `join` comes after, where JOINED
 };
 struct __align__(64) Map {
     u64 words[16];
@@ -40,117 +47,23 @@ struct Maps {
 };
 
 #include "instructions.cuh"
-#include "scan.cuh"
 #include "wgmma.cuh"
 
 constexpr i32 PIECES = D / 64, BOXES_OF = T / BOX, PIECE = T * 128, Q_PIECE = QUERIES * 128;
 constexpr i32 SIDE = PIECES * PIECE, Q_BYTES = PIECES * Q_PIECE; // bytes of K or V of a tile, of the queries
 constexpr bool TOGETHER = QUERIES == 64;
-constexpr i32 GROUP = 128, GROUPS = 2, THREADS = GROUP * (GROUPS + 1), JOIN_FLOATS = DV / 2 + 4;
+constexpr bool JOINED = TOGETHER && KIND == STREAM_K && !SCANNED;
+constexpr i32 GROUP = 128, GROUPS = 2, THREADS = GROUP * (GROUPS + 1), PLANES = 7; // of rows
 constexpr i32 READERS = TOGETHER ? 4 : 8; // warps that read a tile
 constexpr i32 SCORES = T / 2, OUTPUTS = DV / 2; // registers of a thread
+constexpr i32 VECTORS = OUTPUTS / 4 + 1;        // of a thread's state, the last one its maxima and sums
+constexpr i32 STATE_WRITTEN = 4, STATE_READ = 5; // where groups meet
 constexpr i64 L2_BYTES = 36 << 20; // of K and V that programs share, most of what there is
 constexpr float LN2 = 0.69314718056f;
 static_assert(D == DV && PIECES * BOXES_OF <= 32, "a lane asks for a box");
 // A group that reads every other tile must find its tiles in stages of its own: it does not see the other ones filled,
-// and the parity of a barrier tells a stage only from the one before.
+// and the parity of a barrier tells a stage only from the one before. So segments count as of an even number, too.
 static_assert(!TOGETHER || STAGES % 2 == 0, "an even ring");
-
-// A row of `rows`: what its queries see, and where they are.
-struct Block {
-    i32 start, stop, request, first, count, position, base;
-
-    __device__ __forceinline__ Block(const Args& a, i32 row) {
-        const i32* at = a.rows + row;
-        start = __ldg(at), stop = __ldg(at + i64(a.B)), request = __ldg(at + 2 * i64(a.B));
-        first = __ldg(at + 3 * i64(a.B)), count = __ldg(at + 4 * i64(a.B));
-        position = __ldg(at + 5 * i64(a.B)), base = __ldg(at + 6 * i64(a.B));
-    }
-};
-__device__ __forceinline__ i32 used_tokens(const Args& a) { return __ldg(a.rows + 7 * i64(a.B)); }
-__device__ __forceinline__ i32 used_rows(const Args& a) { return __ldg(a.rows + 7 * i64(a.B) + 1); }
-
-// Where a program is.
-struct Place {
-    Cursor c;
-    Tiles at, stop;
-    i32 round, used, heads;
-    bool opened;
-};
-
-// The segments of a program, one after the other.
-struct Walk : Place {
-    const Args& a;
-    const i32 param;
-
-    __device__ __forceinline__ Walk(const Args& a, i32 param, i32 lane)
-        : a(a), param(param) {
-        at = stop = 0, opened = false;
-        const i32 programs = gridDim.x;
-        if (KIND == ROUNDS) {
-            round = -1, used = used_rows(a);
-            const i64 bytes = used ? i64(__ldg(a.rows + i64(a.B) + used - 1)) * (D + DV) * 2 + 1 : 1;
-            const i32 groups = i32(least((bytes * a.KH + L2_BYTES - 1) / L2_BYTES, i64(a.KH)));
-            heads = (a.KH + groups - 1) / groups;
-            return;
-        }
-        const Batch batch = batch_of(a, lane);
-        const Runs runs(batch.tiles, programs);
-        at = runs.cut(blockIdx.x), stop = runs.cut(blockIdx.x + 1);
-        if (at < stop) c = cursor_at(a, batch, at, stop, param, 0, lane);
-    }
-
-    // The parameter of the schedule, worked out before roles part and have their registers.
-    static __device__ __forceinline__ i32 parameter(const Args& a, i32 lane) {
-        if (KIND != SPLITS) return a.param;
-        if (SCANNED) return i32(__ldg(a.before + 2 * a.B + 2));
-        const Batch batch = batch_of(a, lane);
-        return splits(batch.rows, batch.longest, a.KH, gridDim.x, a.param, a.rule);
-    }
-
-    __device__ __forceinline__ bool more() {
-        if (KIND != ROUNDS) return at < stop;
-        const i32 programs = gridDim.x;
-        do {
-            round++;
-            const i32 item = round * programs + (param == 1 && round % 2 ? programs - 1 - i32(blockIdx.x) : blockIdx.x);
-            if (item >= used * a.KH * param) return false;
-            if (param == 1) { // heads in groups whose K and V fit into L2
-                const i32 group = item / (used * heads), left = item - group * used * heads;
-                const i32 here = least(heads, a.KH - group * heads);
-                c.row = used - 1 - left / here, c.head = group * heads + left % here, c.piece = 0;
-            } else {
-                const i32 left = item % (used * param);
-                c.head = item / (used * param), c.piece = left / used, c.row = left % used;
-            }
-            const Row r = row_at(a, c.row);
-            c.first = r.first, c.n = r.n, c.size = least(r.n, param);
-        } while (c.piece >= c.size);
-        c.t = i32(over64(i64(c.piece) * c.n, c.size)), c.end = i32(over64(i64(c.piece + 1) * c.n, c.size));
-        return true;
-    }
-
-    // Whether the segment is its unit, and the slot of its partial state.
-    __device__ __forceinline__ bool whole() const {
-        if (KIND == ROUNDS) return c.size == 1;
-        return KIND == STREAM_K ? c.end - c.t == c.n : pieces(c.n, c.size) == 1;
-    }
-    __device__ __forceinline__ i64 slot(i32 lane) const {
-        if (KIND == STREAM_K) return 2 * i64(blockIdx.x) + opened;
-        if (KIND == ROUNDS) {
-            i32 before = 0; // pieces of the rows before this one
-            for (i32 row = lane; row < c.row; row += 32) before += least(row_at(a, row).n, param);
-            return i64(__reduce_add_sync(ALL, before)) * a.KH + c.head * c.size + c.piece;
-        }
-        return c.cut + i64(c.head) * pieces(c.n, c.size) + c.piece;
-    }
-
-    __device__ __forceinline__ void next() {
-        if (KIND == ROUNDS) return;
-        at += c.end - c.t, opened = true;
-        if (at < stop) next_segment(a, c, param, stop - at);
-    }
-};
 
 // Which stage a program's i-th tile lies in, and the parity of its barriers' phase then.
 struct Stage {
@@ -163,12 +76,32 @@ struct Stage {
     }
 };
 
-struct Shared {
-    unsigned char q[Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
-    float join[TOGETHER ? JOIN_FLOATS * GROUP : 1];
-    u64 k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
-    Place places[GROUPS * 4]; // of the warps that multiply, whose registers are full meanwhile
+// Where a program is.
+struct Place {
+    Cursor c;
+    Tiles at, stop;
+    i32 round, used, heads;
+    bool opened;
 };
+
+struct Shared {
+    i32 rows[JOINED ? PLANES * MOST_ROWS + 2 : 1];
+    alignas(1024) unsigned char q[TOGETHER ? 2 : 1][Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
+    float4 state[TOGETHER ? VECTORS : 1][TOGETHER ? GROUP : 1];
+    u64 k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES], q_full[2], q_free[2];
+    Place places[GROUPS * 4]; // of the warps that multiply, whose registers are full meanwhile
+    i32 last;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "as many.py has it");
+extern __shared__ __align__(1024) unsigned char memory[];
+
+__device__ __forceinline__ i32 row_word(const Args& a, i64 at) {
+    return JOINED ? reinterpret_cast<const i32*>(memory)[at] : __ldg(a.rows + at);
+}
+
+#include "scan.cuh"
+#include "walk.cuh"
+#include "states.cuh"
 
 // ------------------------------------------------------------------------------------------------------ bringing tiles
 
@@ -188,12 +121,14 @@ __device__ __forceinline__ void bring(const Maps& maps, const Args& a, Shared& s
             const i32 at = tile * T + box;
             return PAGE && at + BOX > block.start && at < block.stop ? __ldg(ids + u32(at) / (PAGE ? PAGE : 1)) : 0;
         };
-        i32 id = id_of(c.first + c.t);
-        for (i32 tile = c.first + c.t; tile < c.first + c.end; tile++, stage.advance(1)) {
+        // Where groups read every other tile each has stages of its own, so that there is an even number of tiles.
+        const i32 end = c.first + c.end + (TOGETHER ? (c.end - c.t) % 2 : 0);
+        i32 tile = c.first + c.t, id = id_of(tile);
+        for (; tile < end; tile++, stage.advance(1)) {
             const i32 at = tile * T + box;
-            const bool seen = at + BOX > block.start && at < block.stop;
+            const bool seen = at + BOX > block.start && at < block.stop && tile < c.first + c.end;
             const u32 bytes = __popc(__ballot_sync(ALL, seen && piece == 0)) * PIECES * BOX * 128;
-            const i32 next_id = tile + 1 < c.first + c.end ? id_of(tile + 1) : 0;
+            const i32 next_id = tile + 1 < end ? id_of(tile + 1) : 0;
             const u32 barrier = shared_address(full + stage.at);
             barrier_wait(shared_address(free + stage.at), stage.phase ^ 1);
             if (lane == 0) barrier_expect(barrier, bytes);
@@ -203,6 +138,34 @@ __device__ __forceinline__ void bring(const Maps& maps, const Args& a, Shared& s
                          PAGE ? id : block.request, barrier);
             id = next_id;
         }
+    }
+}
+
+// The block's queries, [pieces, QUERIES, 128 bytes]: `share` of them from `from` on, by so many threads.
+__device__ __forceinline__ void load_queries(const Args& a, unsigned char* to, const Block& block, i32 head, i32 from,
+                                             i32 share, i32 thread, i32 threads) {
+    const i32 queries = block.count * a.G;
+#pragma unroll 4
+    for (i32 x = thread; x < share * D / 8; x += threads) {
+        const i32 r = from + x / (D / 8), column = x % (D / 8), token = u32(r) / u32(a.G);
+        uint4 value = make_uint4(0, 0, 0, 0); // past them
+        if (r < queries)
+            value = __ldg(reinterpret_cast<const uint4*>(a.q + (block.first + token) * a.q_b +
+                                                         (i64(head) * a.G + r - token * a.G) * a.q_h) + column);
+        *reinterpret_cast<uint4*>(to + column / 8 * Q_PIECE + r * 128 + ((column % 8) ^ (r & 7)) * 16) = value;
+    }
+}
+
+// Two warps bring the queries of segments, one ahead; those of the first more threads bring sooner.
+__device__ __forceinline__ void bring_queries(const Args& a, Shared& sh, i32 param, i32 thread, i32 lane) {
+    i32 segments = 0;
+    for (Walk walk(a, param, lane); walk.more(); walk.next(), segments++) {
+        const i32 side = segments % 2;
+        barrier_wait(shared_address(sh.q_free + side), segments / 2 % 2 ^ 1);
+        if (segments) load_queries(a, sh.q[side], Block(a, walk.c.row), walk.c.head, 0, QUERIES, thread, 64);
+        writes_end();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(sh.q_full + side));
     }
 }
 
@@ -222,28 +185,6 @@ struct Attention {
         return (TOGETHER ? 0 : group * 64) + warp * 16 + lane / 4 + h * 8;
     }
 
-    // The block's queries, [pieces, QUERIES, 128 bytes]; what is past them is zero.
-    __device__ __forceinline__ void load_queries(const Block& block, i32 head) {
-        const i32 queries = block.count * a.G;
-        constexpr i32 SHARE = QUERIES / GROUPS; // of a group: where not TOGETHER those that it reads
-        UNROLL_NOT for (i32 x = thread; x < SHARE * D / 8; x += GROUP) {
-            const i32 r = group * SHARE + x / (D / 8), column = x % (D / 8), token = u32(r) / u32(a.G);
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (r < queries)
-                value = __ldg(reinterpret_cast<const uint4*>(a.q + (block.first + token) * a.q_b +
-                                                             (i64(head) * a.G + r - token * a.G) * a.q_h) + column);
-            *reinterpret_cast<uint4*>(sh.q + column / 8 * Q_PIECE + r * 128 + ((column % 8) ^ (r & 7)) * 16) = value;
-        }
-    }
-
-    // The threads that read the same queries.
-    __device__ __forceinline__ void meet_readers() const {
-        if (TOGETHER)
-            meet<GROUP * GROUPS>(1);
-        else
-            meet<GROUP>(2 + group);
-    }
-
     __device__ __forceinline__ void begin(const Block& block, i32 head) {
 #pragma unroll
         for (i32 i = 0; i < OUTPUTS; i++) o[i] = 0;
@@ -257,8 +198,8 @@ struct Attention {
         }
     }
 
-    __device__ __forceinline__ void score(u32 k) {
-        const u32 q = shared_address(sh.q) + (TOGETHER ? 0 : group * 64 * 128);
+    __device__ __forceinline__ void score(u32 k, i32 side) {
+        const u32 q = shared_address(sh.q[TOGETHER ? side : 0]) + (TOGETHER ? 0 : group * 64 * 128);
         products_begin();
 #pragma unroll
         for (i32 j = 0; j < D / 16; j++)
@@ -350,17 +291,22 @@ struct Attention {
         meet<GROUP>(2 + group);
     }
 
-    __device__ __forceinline__ void attend(const Block& block, const Cursor& c, Stage stage) {
+    // side: where the queries are.
+    __device__ __forceinline__ void attend(const Block& block, const Cursor& c, Stage stage, i32 side) {
         const i32 step = TOGETHER ? 2 : 1, begin = c.first + c.t + (TOGETHER ? group : 0), end = c.first + c.end;
-        if (begin >= end) return;
         if (TOGETHER) stage.advance(group);
         auto free = [&](u64* barriers, i32 at) {
             if (lane == 0) barrier_arrive(shared_address(barriers + at));
         };
         auto full = [&](u64* barriers, const Stage& s) { barrier_wait(shared_address(barriers + s.at), s.phase); };
+        auto pass = [&]() { // the tile that makes their number even
+            full(sh.k_full, stage), free(sh.k_free, stage.at);
+            full(sh.v_full, stage), free(sh.v_free, stage.at);
+        };
+        if (begin >= end) return pass();
         float factor[2];
         full(sh.k_full, stage);
-        score(shared_address(sh.k[stage.at]));
+        score(shared_address(sh.k[stage.at]), side);
         products_wait<0>();
         hold(s);
         free(sh.k_free, stage.at);
@@ -370,7 +316,7 @@ struct Attention {
             Stage next = stage;
             next.advance(step);
             full(sh.k_full, next);
-            score(shared_address(sh.k[next.at]));
+            score(shared_address(sh.k[next.at]), side);
             full(sh.v_full, stage);
             clean(block, (tile - step) * T, sh.v[stage.at]);
             weigh(shared_address(sh.v[stage.at]));
@@ -391,36 +337,49 @@ struct Attention {
         products_wait<0>();
         hold(o);
         free(sh.v_free, stage.at);
+        if (TOGETHER && group == 1 && (end - begin) % 2 == 0) stage.advance(2), pass();
     }
 
     __device__ __forceinline__ void sum_lanes() {
 #pragma unroll
         for (i32 h = 0; h < 2; h++) l[h] += __shfl_xor_sync(ALL, l[h], 1), l[h] += __shfl_xor_sync(ALL, l[h], 2);
     }
-    // The second group's state joins the first's.
-    __device__ __forceinline__ void join() {
-        float* const at = sh.join + thread;
+    // The second group's state joins the first's, which need not be ready for it.
+    __device__ __forceinline__ void join(bool first) {
         if (group == 1) {
-#pragma unroll
-            for (i32 i = 0; i < OUTPUTS; i++) at[i * GROUP] = o[i];
-#pragma unroll
-            for (i32 h = 0; h < 2; h++) at[(OUTPUTS + h) * GROUP] = m[h], at[(OUTPUTS + 2 + h) * GROUP] = l[h];
+            if (!first) meet<GROUP * GROUPS>(STATE_READ);
+            put(&sh.state[0][thread], GROUP);
+            signal<GROUP * GROUPS>(STATE_WRITTEN);
+            return;
         }
-        meet<GROUP * GROUPS>(1);
-        if (group == 1) return;
-        float mine[2], other[2];
+        meet<GROUP * GROUPS>(STATE_WRITTEN);
+        const float4 other = sh.state[VECTORS - 1][thread];
+        float weights[2][2];
+        weights_of(make_float4(m[0], m[1], l[0], l[1]), other, weights);
+        l[0] = l[0] * weights[0][0] + other.z * weights[1][0], m[0] = fmaxf(m[0], other.x);
+        l[1] = l[1] * weights[0][1] + other.w * weights[1][1], m[1] = fmaxf(m[1], other.y);
 #pragma unroll
-        for (i32 h = 0; h < 2; h++) {
-            const float m2 = at[(OUTPUTS + h) * GROUP], top = fmaxf(m[h], m2);
-            mine[h] = m[h] == NOTHING ? 0.f : exp2_of(m[h] - top), other[h] = m2 == NOTHING ? 0.f : exp2_of(m2 - top);
-            l[h] = l[h] * mine[h] + at[(OUTPUTS + 2 + h) * GROUP] * other[h], m[h] = top;
+        for (i32 i = 0; i < OUTPUTS / 4; i++) {
+            float4 mine = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+            combine(mine, sh.state[i][thread], weights);
+            o[4 * i] = mine.x, o[4 * i + 1] = mine.y, o[4 * i + 2] = mine.z, o[4 * i + 3] = mine.w;
         }
+        signal<GROUP * GROUPS>(STATE_READ);
+    }
+
+    // The state in vectors that lie `along` apart.
+    __device__ __forceinline__ void put(float4* to, i32 along) const {
 #pragma unroll
-        for (i32 i = 0; i < OUTPUTS; i++)
-            o[i] = o[i] * mine[i / 2 % 2] + at[i * GROUP] * other[i / 2 % 2];
+        for (i32 i = 0; i < OUTPUTS / 4; i++)
+            to[i * along] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+        to[(VECTORS - 1) * along] = make_float4(m[0], m[1], l[0], l[1]);
     }
 
     __device__ __forceinline__ void store(const Block& block, i32 head, bool whole, i64 slot) {
+        if (JOINED && !whole) {
+            if (query(0) < block.count * a.G) put(parts_at(a, slot) + thread, GROUP);
+            return;
+        }
 #pragma unroll
         for (i32 h = 0; h < 2; h++) {
             const i32 r = query(h), token = u32(r) / u32(a.G), query_head = head * a.G + r - token * a.G;
@@ -434,21 +393,12 @@ struct Attention {
                 if (lane % 4 == 0) a.part_m[at] = m[h], a.part_l[at] = l[h];
                 continue;
             }
-            float factor = 1, top = m[h], sum = l[h];
-            if (SINKS) {
-                const float sink = __ldg(a.sinks + query_head) * LOG2_E;
-                top = fmaxf(m[h], sink);
-                factor = m[h] == NOTHING ? 0.f : exp2_of(m[h] - top);
-                sum = sum * factor + (sink == NOTHING ? 0.f : exp2_of(sink - top));
-            }
-            factor = l[h] == 0 ? 0.f : factor * __frcp_rn(sum);
-            u16* const row = a.out + (block.first + token) * a.o_b + query_head * a.o_h;
-            u32* const to = reinterpret_cast<u32*>(row) + lane % 4;
+            const Result result(a, m[h], l[h], query_head);
+            u32* const to = out_at(a, block.first + token, query_head) + lane % 4;
 #pragma unroll
             for (i32 i = 0; i < OUTPUTS / 4; i++)
-                to[i * 4] = pack(o[4 * i + 2 * h] * factor, o[4 * i + 2 * h + 1] * factor);
-            if (lane % 4 == 0)
-                a.lse[(block.first + token) * a.l_b + query_head * a.l_h] = (top + __log2f(sum)) * LN2;
+                to[i * 4] = pack(o[4 * i + 2 * h] * result.factor, o[4 * i + 2 * h + 1] * result.factor);
+            if (lane % 4 == 0) a.lse[(block.first + token) * a.l_b + query_head * a.l_h] = result.lse;
         }
     }
 };
@@ -457,25 +407,25 @@ struct Attention {
 __device__ __forceinline__ void write_empty(const Args& a, i32 thread, i32 threads) {
     const i32 programs = gridDim.x, heads = a.KH * a.G, used = used_tokens(a);
     auto nothing = [&](i64 token, bool sinks) {
-        for (i32 x = thread; x < heads * (DV / 2); x += threads) {
+        UNROLL_NOT for (i32 x = thread; x < heads * (DV / 2); x += threads) {
             const i32 head = x / (DV / 2), column = x % (DV / 2);
             reinterpret_cast<u32*>(a.out + token * a.o_b + head * a.o_h)[column] = 0;
             if (column == 0) a.lse[token * a.l_b + head * a.l_h] = SINKS && sinks ? __ldg(a.sinks + head) : NOTHING;
         }
     };
-    for (i32 row = blockIdx.x; row < used_rows(a); row += programs) {
+    UNROLL_NOT for (i32 row = blockIdx.x; row < used_rows(a); row += programs) {
         const Block block(a, row);
         if (block.stop > block.start) continue;
-        for (i32 token = 0; token < block.count; token++) nothing(block.first + token, true);
+        UNROLL_NOT for (i32 token = 0; token < block.count; token++) nothing(block.first + token, true);
     }
-    const i32 first = used_rows(a) ? __ldg(a.rows + 3 * i64(a.B)) : used;
-    for (i32 token = blockIdx.x; token < first; token += programs) nothing(token, false);
-    for (i32 token = used + blockIdx.x; token < a.tokens; token += programs) nothing(token, false);
+    const i32 first = JOINED ? (used_rows(a) ? Block(a, 0).first : used) : row_word(a, PLANES * i64(a.B) + 2);
+    const i32 gap = used - first;
+    UNROLL_NOT for (i32 i = blockIdx.x; i < a.tokens - gap; i += programs) nothing(i < first ? i : i + gap, false);
 }
 
+#if !JOIN
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     many(const __grid_constant__ Maps maps, const __grid_constant__ Args a) {
-    extern __shared__ __align__(1024) unsigned char memory[];
     Shared& sh = *reinterpret_cast<Shared*>(memory);
     const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (KIND != ROUNDS) asm volatile("griddepcontrol.launch_dependents;");
@@ -485,36 +435,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(shared_address(sh.k_full + i), 1), barrier_init(shared_address(sh.v_full + i), 1);
             barrier_init(shared_address(sh.k_free + i), READERS), barrier_init(shared_address(sh.v_free + i), READERS);
         }
+        for (i32 i = 0; i < 2; i++)
+            barrier_init(shared_address(sh.q_full + i), 2), barrier_init(shared_address(sh.q_free + i), GROUPS * 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (PAGE && JOINED && warp == 0) { // the table, if it is small, by the time that page ids are asked for
+        const i64 at = (i64(blockIdx.x) * 32 + lane) * 32;
+        if (at < (a.requests - 1) * a.t_b + a.limit / (PAGE ? PAGE : 1)) prefetch(a.table + at);
+    }
+    if (JOINED && warp == 1) make_rows(a, sh.rows, lane);
     const i32 param = Walk::parameter(a, lane);
     __syncthreads();
     if (warp < 4) {
         fewer_registers<56>();
         if (warp < 2) bring(maps, a, sh, param, warp, lane);
-        if (KIND == ROUNDS && warp >= 2 && a.param == 1) write_empty(a, threadIdx.x - 64, 64);
+        if (TOGETHER && warp >= 2) bring_queries(a, sh, param, threadIdx.x - 64, lane);
+        if ((JOINED || (KIND == ROUNDS && a.param == 1)) && warp >= 2) write_empty(a, threadIdx.x - 64, 64);
         return;
     }
     more_registers<224>();
     Attention it = {a, sh, i32(threadIdx.x % GROUP), i32(threadIdx.x / GROUP) - 1, warp % 4, lane};
     Stage stage;
-    for (Walk walk(a, param, lane); walk.more(); walk.next()) {
-        const Cursor& c = walk.c;
-        const Block block(a, c.row);
-        it.meet_readers(); // products that read the queries before these are done
-        it.load_queries(block, c.head);
-        it.begin(block, c.head);
-        writes_end();
-        it.meet_readers();
+    i32 segments = 0;
+    for (Walk walk(a, param, lane); walk.more(); walk.next(), segments++) {
+        const Block block(a, walk.c.row);
+        const i32 side = segments % 2;
+        it.begin(block, walk.c.head);
+        if (TOGETHER) {
+            if (segments == 0) {
+                load_queries(a, sh.q[0], block, walk.c.head, it.group * 32, 32, it.thread, GROUP);
+                writes_end();
+                meet<GROUP * GROUPS>(1);
+            }
+            barrier_wait(shared_address(sh.q_full + side), segments / 2 % 2);
+        } else {
+            meet<GROUP>(2 + it.group); // products that read the queries before these are done
+            load_queries(a, sh.q[0], block, walk.c.head, it.group * 64, 64, it.thread, GROUP);
+            writes_end();
+            meet<GROUP>(2 + it.group);
+        }
         if (lane == 0) sh.places[warp - 4] = walk;
         __syncwarp();
-        it.attend(block, c, stage);
+        it.attend(block, walk.c, stage, side);
+        if (TOGETHER && lane == 0) barrier_arrive(shared_address(sh.q_free + side));
         static_cast<Place&>(walk) = sh.places[warp - 4];
         __syncwarp();
         it.sum_lanes();
-        if (TOGETHER) it.join();
         const bool whole = walk.whole();
-        if (!TOGETHER || it.group == 0) it.store(block, c.head, whole, whole ? 0 : walk.slot(lane));
-        stage.advance((c.end - c.t) % STAGES), stage.phase ^= (c.end - c.t) / STAGES & 1;
+        if (TOGETHER) it.join(segments == 0);
+        if (!TOGETHER || it.group == 0) it.store(block, walk.c.head, whole, whole ? 0 : walk.slot(lane));
+        if (JOINED && !whole && !a.apart) arrive(a, sh.last, walk, block, runs_of(a, batch_of(a, lane)));
+        const i32 tiles = walk.c.end - walk.c.t + (TOGETHER ? (walk.c.end - walk.c.t) % 2 : 0);
+        stage.advance(tiles % STAGES), stage.phase ^= tiles / STAGES & 1;
     }
+    if (TOGETHER && it.group == 1 && segments) meet<GROUP * GROUPS>(STATE_READ);
 }
+#else
+// The parts of every unit that was cut, after `many`: what can be known of them is worked out while that still runs.
+extern "C" __global__ void __launch_bounds__(JOINERS, 1) join(const __grid_constant__ Args a) {
+    const i32 lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) make_rows(a, reinterpret_cast<i32*>(memory), lane);
+    __syncthreads();
+    const Runs runs = runs_of(a, batch_of(a, lane));
+    bool waited = false;
+    UNROLL_NOT for (i32 item = blockIdx.x; item < used_rows(a) * a.KH * SLICES; item += gridDim.x) {
+        const i32 unit = item / SLICES, row = unit / a.KH, head = unit - row * a.KH;
+        const i32 n = row_at(a, row).n;
+        i32 before = 0;
+        UNROLL_NOT for (i32 r = lane; r < row; r += 32) before += row_at(a, r).n;
+        const Tiles begin = all(Tiles(before)) * a.KH + Tiles(head) * n;
+        if (n == 0) continue;
+        const Parts parts(runs, begin, n);
+        if (parts.count == 1) continue;
+        if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
+        waited = true;
+        parts.join_slice(a, Block(a, row), head, item % SLICES);
+    }
+    if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory"); // the end of this grid means that of the other
+}
+#endif

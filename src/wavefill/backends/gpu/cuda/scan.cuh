@@ -5,7 +5,7 @@ constexpr u32 ALL = 0xffffffffu;
 
 __device__ __forceinline__ Row row_at(const Args& a, i32 b, i32 opening = 0) {
 #if SEVERAL
-    return b < a.B ? row_of(__ldg(a.rows + b), __ldg(a.rows + i64(a.B) + b), opening) : Row{0, 0, 0};
+    return b < a.B ? row_of(row_word(a, b), row_word(a, i64(a.B) + b), opening) : Row{0, 0, 0};
 #else
     const i32 length = least(b < a.B ? __ldg(a.seq + b) : 0, a.limit);
     return row_of(a.window > 0 ? most(length - a.window, 0) : 0, length, opening);

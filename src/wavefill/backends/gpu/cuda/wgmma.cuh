@@ -79,7 +79,10 @@ template <i32 N> __device__ __forceinline__ void hold(u32 (&c)[N]) {
     for (i32 i = 0; i < N; i++) asm volatile("" : "+r"(c[i])::"memory");
 }
 
-// Threads of some warps meet.
+// Threads of some warps meet; those that signal do not wait for the others.
+template <i32 THREADS_> __device__ __forceinline__ void signal(i32 barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS_) : "memory");
+}
 template <i32 THREADS_> __device__ __forceinline__ void meet(i32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS_) : "memory");
 }
