@@ -21,8 +21,9 @@ KH, D, DV = 2, 4, 3
 
 
 def make(num_pages: int = 8, **options: Any) -> PagedKVCache:
-    """A small cache whose memory is NaN until it is written."""
-    options = {"page_size": 4, "kv_heads": KH, "head_dim": D, "head_dim_v": DV, "dtype": torch.float32, **options}
+    """A small cache on the default device of torch whose memory is NaN until it is written."""
+    options = {"page_size": 4, "kv_heads": KH, "head_dim": D, "head_dim_v": DV, "dtype": torch.float32,
+               "device": torch.get_default_device(), **options}
     cache = PagedKVCache(num_pages, **options)
     poison(cache)
     return cache
@@ -68,7 +69,8 @@ def state(cache: PagedKVCache) -> dict[str, Any]:
     """All that a refused call must leave alone: bookkeeping, and the contents of pages that are held."""
     held = {i: (cache.length(i), cache.block_table(i).tolist()) for i in cache.requests}
     used = sorted({page for _, table in held.values() for page in table[0] if page >= 0})
-    contents = [x[used].numpy().tobytes() for n in range(cache.layers) for x in (cache.view(n).k, cache.view(n).v)]
+    views = [cache.view(layer) for layer in range(cache.layers)]
+    contents = [x[used].cpu().numpy().tobytes() for view in views for x in (view.k, view.v)]
     return {"held": held, "free": cache.free_pages, "pages": cache.num_pages, "contents": contents}
 
 
@@ -316,9 +318,13 @@ def test_other_refusals() -> None:
     ({"layers": True}, InvalidType, "layers: must be an int; got True"),
     ({"dtype": torch.int8}, InvalidType, "dtype: must be one of float32, bfloat16, float16; got torch.int8"),
     ({"layout": "DHN"}, InvalidArgument, 'layout: must be "NHD" or "HND"; got \'DHN\''),
-    ({"device": "cuda"}, BackendUnavailable, "device: .*cpu alone; got cuda"),
+    ({"device": "xpu"}, BackendUnavailable, "device: .*cpu and cuda alone; got xpu"),
+    ({"device": "cuda"}, BackendUnavailable, r"device: must be a GPU that torch can use; got cuda\."),
+    ({"device": torch.device("cuda", 1)}, BackendUnavailable, r"device: must be a GPU that torch can use; got cuda:1"),
 ])
-def test_bad_construction(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_construction(options: dict[str, Any], error: type[Exception], message: str,
+                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=message):
         make(**{"num_pages": 1, **options})
 
@@ -392,7 +398,7 @@ def test_a_strided_append_is_bit_equal_and_leaves_neighbours_alone(
         return cache
 
     def rng() -> torch.Generator:
-        return torch.Generator().manual_seed(1)
+        return torch.Generator(torch.get_default_device()).manual_seed(1)
 
     packed, strided = filled(torch.Tensor.contiguous), filled(stride)
     for x, y in ((packed.view().k, strided.view().k), (packed.view().v, strided.view().v)):
@@ -484,7 +490,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_free_or_counted(self) -> None:
         table = self.cache.block_table(list(self.model))
-        holders = np.bincount(table[table >= 0].numpy(), minlength=self.cache.num_pages)
+        holders = np.bincount(table[table >= 0].cpu().numpy(), minlength=self.cache.num_pages)
         assert self.cache.free_pages == int((holders == 0).sum())
 
 

@@ -19,6 +19,7 @@ from wavefill import (
     OutOfPages,
     PagedKVCache,
     WavefillError,
+    checks,
     decode_attention,
 )
 
@@ -43,6 +44,15 @@ HUGE = 2**70
 def test_bad_construction(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make(**{"num_pages": 0, **options})
+
+
+def test_the_number_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert checks.known_device("cuda") == checks.known_device(torch.device("cuda:1")) == torch.device("cuda", 1)
+    assert checks.known_device("cpu:0") == torch.device("cpu")
+    with pytest.raises(InvalidArgument, match=r"device: must be one of the 2 GPUs that torch finds; got cuda:2\."):
+        make(device="cuda:2")
 
 
 @pytest.mark.parametrize("options", [

@@ -13,7 +13,8 @@ KH, D, PAGE = 3, 8, 4
 
 def caches(layers: int = 2) -> tuple[wavefill.PagedKVCache, wavefill.PagedKVCache]:
     made = [
-        wavefill.PagedKVCache(24, layers=layers, page_size=PAGE, kv_heads=KH, head_dim=D, dtype=torch.float32)
+        wavefill.PagedKVCache(24, layers=layers, page_size=PAGE, kv_heads=KH, head_dim=D, dtype=torch.float32,
+                              device=torch.get_default_device())
         for _ in range(2)
     ]
     return made[0], made[1]

@@ -35,7 +35,7 @@ def filled() -> tuple[PagedKVCache, dict[int, list[int]]]:
 def assert_pages_are_counted(cache: PagedKVCache) -> None:
     """Every page has as many holders as are counted, and can be taken when it has none."""
     table = cache.block_table(cache.requests)
-    holders = np.bincount(table[table >= 0].numpy(), minlength=cache.num_pages)
+    holders = np.bincount(table[table >= 0].cpu().numpy(), minlength=cache.num_pages)
     assert cache.free_pages == int((holders == 0).sum())
     (more,) = cache.add()
     slots = cache.reserve(more, [cache.free_pages * cache.page_size])

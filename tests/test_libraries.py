@@ -130,6 +130,12 @@ def test_the_variable_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "fa3_operator", lambda: None)
     with pytest.raises(BackendUnavailable, match="Install flash_attn_interface"):
         chosen(*small)
+    monkeypatch.setenv("WAVEFILL_PREFILL", "flash")
+    monkeypatch.setattr(libraries, "_failed", {(prefill.FLASH, 128, torch.bfloat16)})
+    assert chosen(*small) == prefill.FLASH, "who names it wants its error"
+    monkeypatch.setattr(libraries, "flash_is_torchs", lambda: False)
+    with pytest.raises(BackendUnavailable, match="got 'flash', and PyTorch has not its own"):
+        chosen(*small)
     monkeypatch.setenv("WAVEFILL_PREFILL", "fastest")
     with pytest.raises(InvalidArgument, match="WAVEFILL_PREFILL: must be one of auto, own, fa3, flash; got 'fastest'"):
         chosen(*small)
@@ -221,7 +227,7 @@ def test_a_library_that_refuses_is_not_asked_again(named: bool, monkeypatch: pyt
     library, lens = Library("a stand-in", refuses), torch.tensor([20], dtype=torch.int32)
     call = own_call(), q, k, v, lens, None, q, torch.empty(q.shape[:2])
     if named:
-        with pytest.raises(RuntimeError, match="head size 16"):
+        with pytest.raises(BackendUnavailable, match=r"WAVEFILL_PREFILL: names .*; got a stand-in, .*head size 16"):
             libraries.attend(library, 1.0, True, named, *call, starts=lens)
         assert not served
         return

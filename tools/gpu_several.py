@@ -49,10 +49,13 @@ def main() -> int:
     )
     from wavefill.cli._output import save_json
 
-    gpu.require()
     every = gpu_several_cases.sections()
-    names = gpu_several_cases.choose(options.sections)
-    libraries = gpu_several_peers.choose(options.peers)
+    try:
+        names = gpu_several_cases.choose(options.sections)
+        libraries = gpu_several_peers.choose(options.peers)
+        gpu.require()
+    except wavefill.WavefillError as error:
+        parser.error(str(error))
     began, notes = time.perf_counter(), []
     if not options.no_warmup:
         try:

@@ -327,7 +327,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
     outs: [N, ..., D] fp32, fp16 or bf16; any N: none gives the empty state.
     lses: [N, ...] float32, natural logarithms. A state with LSE -inf is empty: it adds nothing, whatever its output
-          holds. NaN and +inf are no LSE and raise InvalidArgument.
+          holds. NaN and +inf are no LSE and raise InvalidArgument; on a GPU, unless WAVEFILL_CHECK=1, they make a
+          row NaN.
 
     Returns (out [..., D] in the dtype of outs, lse [...] float32); where every state is empty, 0 and -inf.
 
@@ -399,8 +400,9 @@ def warmup(
                                "Give for example [wavefill.AttentionSpec(32, 8, 128, 128)].")
     named = [ops.decode_schedule(ops.encode_schedule(schedule)) for schedule in schedules]
     chosen = [StreamK() if schedule == "auto" else schedule for schedule in named]
-    if isinstance(options, str):
-        raise invalid_type("options", "must be a sequence of names", repr(options), f"Give [{options!r}].")
+    if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
+        raise invalid_type("options", "must be a sequence of names", repr(options), 'Give for example ["sinks"].')
+    options = tuple(options)
     for name in options:
         if name not in OPTIONS:
             raise invalid("options", f"must be of {', '.join(map(repr, OPTIONS))}", repr(name),

@@ -2,7 +2,8 @@
 
 A page holds `page_size` tokens of every layer. Requests that were forked share pages by reference count; who appends
 to a shared page that is not full gets a copy of it first. The bookkeeping (`wavefill.pages`) is done once a step and
-costs a few microseconds a request; the tokens are written by `wavefill::append`.
+costs a few microseconds a request; the tokens are written by `wavefill::append`. It is kept on the host also where the
+pages are a GPU's: what it hands out goes there in copies that nobody waits for.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class PagedKVCache:
     layers:      layers of the model.
     kv_heads, head_dim, head_dim_v: KH, D and DV (D if None).
     dtype:       fp32, fp16 or bf16.
-    device:      "cpu".
+    device:      "cpu", or a GPU: "cuda" (the current one), "cuda:1". All tensors that are given out live there.
     layout:      order in memory: "HND" puts the tokens of a head side by side, which reads fastest here; "NHD" the
                  heads of a token, as most engines do. Both look like [pages, page_size, KH, D] from outside.
 
@@ -69,6 +70,10 @@ class PagedKVCache:
     and not another's data. Wherever requests are taken, one id or a sequence of them will do. No method changes
     anything when it raises; what Ctrl-C leaves of one, `restore` undoes. Not safe for use from several threads at once.
     Pickled, saved or deep-copied, a cache becomes another with the same requests and pages of its own.
+
+    On a GPU nothing waits for the device, and work is queued on the current stream. A captured CUDA graph would repeat
+    the slots, lengths and tables of one step, so none are made in a capture: `reserve` ahead of it, have the graph call
+    `torch.ops.wavefill.append` and attention on tensors of its own, and copy those of each step into them.
 
     >>> cache = PagedKVCache(64, layers=2, kv_heads=2, head_dim=64, dtype=torch.float32)
     >>> requests = cache.add(2)
@@ -102,7 +107,7 @@ class PagedKVCache:
             raise invalid_type("dtype", f"must be one of {', '.join(DTYPE_BYTES)}", dtype, "Pass a torch dtype.")
         if not isinstance(layout, str) or layout not in ("NHD", "HND"):
             raise invalid("layout", 'must be "NHD" or "HND"', repr(layout), "Use one of these.")
-        _on_cpu(device)
+        self.device = checks.known_device(device)
         self.dtype, self.layout = dtype, layout
         self._k, self._v = self._buffers(num_pages)
         self._pages = Pages(num_pages, self.page_size)
@@ -119,6 +124,7 @@ class PagedKVCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Into memory of its own: tensors that another process sent are shared with it.
         self.__dict__.update(state)
+        self.device = self._k[0].device  # torch.load may have put them elsewhere
         k, v = self._buffers(self.num_pages)
         for buffer, taken in zip((*k, *v), (*self._k, *self._v), strict=True):
             buffer[: len(taken)] = taken
@@ -178,7 +184,7 @@ class PagedKVCache:
             lengths = np.array([self._pages.get(i).length for i in ids], np.int32)
             if len(self._seq_lens) == _KEPT:
                 self._seq_lens.clear()
-            known = self._seq_lens[ids] = torch.from_numpy(lengths)
+            known = self._seq_lens[ids] = self._placed(lengths)
         return known
 
     def block_table(self, requests: int | Iterable[int]) -> Tensor:
@@ -191,7 +197,7 @@ class PagedKVCache:
         if known is None:
             if len(self._tables) == _KEPT:
                 self._tables.clear()
-            known = self._tables[ids] = torch.from_numpy(self._pages.table(ids))
+            known = self._tables[ids] = self._placed(self._pages.table(ids))
         return known
 
     # ---- requests
@@ -250,7 +256,10 @@ class PagedKVCache:
         return chosen
 
     def grow(self, num_pages: int) -> None:
-        """Enlarges the cache to `num_pages` pages in all. Page ids, requests and tables stay valid."""
+        """Enlarges the cache to `num_pages` pages in all. Page ids, requests and tables stay valid.
+
+        On a GPU the pages move, K or V of one layer at a time: a captured graph that used them must be captured anew.
+        """
         num_pages = whole("num_pages", num_pages, 0, MAX_LENGTH)
         before = self.num_pages
         if num_pages < before:
@@ -383,12 +392,13 @@ class PagedKVCache:
         return (*outer, self.head_dim), (*outer, self.head_dim_v)
 
     def _buffers(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
-        """K and V of each layer, uninitialised: slots without a token are never read, and memory is only taken up once
-        it is written. Ordinary tensors even when made under inference_mode, which a cache may outlive.
+        """K and V of each layer, uninitialised: slots without a token are never read, and a CPU's memory is only taken
+        up once it is written. Ordinary tensors even when made under inference_mode, which a cache may outlive.
         """
         sizes = self._sizes(num_pages)
         with torch.inference_mode(False), self._memory_for(num_pages):
-            k, v = ([torch.empty(size, dtype=self.dtype, device="cpu") for _ in range(self.layers)] for size in sizes)
+            k, v = ([torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
+                    for size in sizes)
         return k, v
 
     def _enlarged(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -434,11 +444,21 @@ class PagedKVCache:
         distinct(ids)
         step = self._pages.plan(ids, counts)
         if step.copies:
-            shared, copies = torch.from_numpy(np.array(step.copies)).T
+            shared, copies = self._placed(np.array(step.copies)).T
             for buffer in (*self._k, *self._v):
                 buffer[copies] = buffer[shared]
-        slots = torch.from_numpy(np.array(step.slots, np.int64))
-        return _Open(step, slots, set(range(self.layers)))
+        return _Open(step, self._placed(np.array(step.slots, np.int64)), set(range(self.layers)))
+
+    def _placed(self, values: np.ndarray[Any, Any]) -> Tensor:
+        """The numbers on the cache's device. A GPU's copy comes from pinned memory, which torch keeps until then."""
+        found = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return found
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise invalid("cache", "can't make a step's tensors while a CUDA graph is captured, which would repeat "
+                              "that step", "a capture", "Make them ahead, and copy each step's into the graph's own.")
+            return found.pin_memory().to(self.device, non_blocking=True)
 
     def _changed(self, *, pages: bool) -> None:
         """Forgets the tensors that lengths, and pages too, went into. New ones are made, so old ones stay as given."""
@@ -471,13 +491,3 @@ class PagedKVCache:
 def _tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise invalid_type(name, "must be a torch.Tensor", type(value).__name__, "Pass [tokens, KH, head size].")
-
-
-def _on_cpu(device: object) -> None:
-    """Raises for a device that torch doesn't know, or on which no backend runs."""
-    try:
-        known = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, ValueError):
-        raise invalid("device", 'must be "cpu"', repr(device), "Leave it out, or give a device of torch.") from None
-    if known.type not in checks.DEVICES:
-        raise checks.unavailable(known)

@@ -24,7 +24,7 @@ from wavefill.spec import (
     whole,
 )
 
-IMPLEMENTATIONS = ("auto", *checks.ATTENTION_DEVICES)
+IMPLEMENTATIONS = ("auto", *checks.DEVICES)
 ONLINE = "online"  # the default's own object, so that a call finds it in no time
 
 

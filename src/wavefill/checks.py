@@ -29,9 +29,9 @@ from wavefill.spec import (
 
 #: torch's dtypes under the names of `spec.DTYPE_BYTES`.
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
-#: Devices with a backend for attention, and for the other operators.
-ATTENTION_DEVICES = ("cpu", "cuda")
-DEVICES = ("cpu",)
+#: Devices with a backend, and those with one for linear layers.
+DEVICES = ("cpu", "cuda")
+LINEAR_DEVICES = ("cpu",)
 
 #: Rows that a flat linear layer takes.
 MAX_ROWS = 64
@@ -42,7 +42,6 @@ _FLOAT32 = torch.float32
 _CPU = torch.device("cpu")
 #: Devices on which an operator runs; "meta" computes shapes alone.
 _RUNS_ON = (*DEVICES, "meta")
-_ATTENDS_ON = (*ATTENTION_DEVICES, "meta")
 
 
 def attention(
@@ -86,8 +85,8 @@ def attention(
         raise _dtype("v_cache", f"that of q ({dtype})", v_cache, "Keep K and V in one dtype.")
 
     device = q.device
-    if device != _CPU and device.type not in _ATTENDS_ON:
-        raise unavailable(device, ATTENTION_DEVICES)
+    if device != _CPU and device.type not in _RUNS_ON:
+        raise unavailable(device)
     if k_cache.device != device:
         raise _device("k_cache", k_cache, device)
     if v_cache is not None and v_cache.device != device:
@@ -285,8 +284,8 @@ def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if dtype not in DTYPE_NAMES:
         raise invalid_type("weight", f"dtype must be one of {', '.join(DTYPE_BYTES)}", dtype,
                            "Convert with .to(dtype).")
-    if device != _CPU and device.type not in _RUNS_ON:
-        raise unavailable(device)
+    if device.type not in (*LINEAR_DEVICES, "meta"):
+        raise unavailable(device, LINEAR_DEVICES)
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor is None:
             continue
@@ -300,6 +299,26 @@ def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise no_gradient("weight" if weight.requires_grad else "x" if x.requires_grad else "bias")
     if forward_ad._current_level >= 0:
         _no_tangents(x=x, weight=weight, bias=bias)
+
+
+def known_device(device: object) -> torch.device:
+    """The device, a GPU with its number; raises for one that torch doesn't know or have, or that no backend runs on."""
+    try:
+        known = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError):
+        raise invalid("device", 'must be "cpu", or a GPU such as "cuda"', repr(device),
+                      "Leave it out, or give a device of torch.") from None
+    if known.type not in DEVICES:
+        raise unavailable(known)
+    if known.type == "cpu":
+        return _CPU
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(complaint("device", "must be a GPU that torch can use", known,
+                                           "Run wavefill doctor to see what it finds."))
+    index, count = torch.cuda.current_device() if known.index is None else known.index, torch.cuda.device_count()
+    if index >= count:
+        raise invalid("device", f"must be one of the {count} GPUs that torch finds", known, "They count from 0.")
+    return torch.device("cuda", index)
 
 
 def _lengths(seq_lens: Tensor, device: torch.device) -> int:

@@ -36,7 +36,7 @@ VARIABLES = (
     Variable("WAVEFILL_PEERS", Path, "none",
              "Folder of kernels that `bench --device cuda` compares with: fa3.so, and Python packages in site/."),
     Variable("WAVEFILL_CHECK", bool, "0",
-             "1: lengths and page ids on a GPU are checked at every call, which waits for the device."),
+             "1: lengths, page ids, slots and LSEs on a GPU are checked at every call, which waits for the device."),
     Variable("WAVEFILL_PREFILL", str, "auto",
              "Who computes prompts of contiguous caches on a GPU: auto, own (wavefill's kernels), fa3 or flash.",
              ("auto", "own", "fa3", "flash")),

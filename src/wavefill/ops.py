@@ -22,6 +22,7 @@ from torch import Tensor
 
 from wavefill import checks, direct, select
 from wavefill.backends import cpu, gpu
+from wavefill.backends.gpu import operators as gpu_operators
 from wavefill.hardware import CPU_TILE
 from wavefill.scores import NONE, Options
 from wavefill.spec import (
@@ -329,7 +330,8 @@ def _attention_out_fake(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     checks.append(k_cache, v_cache, k, v, slots)
     checks.no_overlap((("k_cache", k_cache), ("v_cache", v_cache)), (("k", k), ("v", v), ("slots", slots)))
-    cpu.append(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
+    write = gpu_operators.append if k_cache.is_cuda else cpu.append
+    write(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
     direct.written(k_cache)
     direct.written(v_cache)
 
@@ -340,10 +342,12 @@ def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: 
 
 def _merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.merge_states(outs, lses)
-    if bool(((lses != lses) | (lses == torch.inf)).any()):
+    on_gpu = outs.is_cuda
+    looked_at = not on_gpu or gpu_operators.looks(outs.get_device())
+    if looked_at and bool(((lses != lses) | (lses == torch.inf)).any()):
         raise invalid("lses", "must hold finite values or -inf", "NaN or +inf", "Mark an empty state with -inf.")
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    cpu.merge(outs.contiguous(), lses.contiguous(), out, lse)
+    (gpu_operators if on_gpu else cpu).merge(outs.contiguous(), lses.contiguous(), out, lse)
     return out, lse
 
 
@@ -443,16 +447,13 @@ def _register(
     return operator
 
 
-attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attention, _attention_fake,
-                      checks.ATTENTION_DEVICES)
-attention_out = _register(
-    f"attention_out({_CALL}, *, Tensor(a!) out) -> Tensor lse", _attention_out, _attention_out_fake,
-    checks.ATTENTION_DEVICES,
-)
+attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attention, _attention_fake)
+attention_out = _register(f"attention_out({_CALL}, *, Tensor(a!) out) -> Tensor lse", _attention_out,
+                          _attention_out_fake)
 append = _register(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()", _append, _append_fake
 )
 merge_states = _register("merge_states(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)",
                          _merge_states, _merge_states_fake)
 flat_linear = _register("flat_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-                        _flat_linear, _flat_linear_fake)
+                        _flat_linear, _flat_linear_fake, checks.LINEAR_DEVICES)

@@ -23,8 +23,8 @@ CPP, DECODE, MANY, PORTABLE = "wavefill C++", *(
 
 #: Places of the cache for each query token, at most, where a call is taken for prompts, not for chunks over prefixes.
 PLACES_PER_TOKEN = 4
-#: Query tokens x places of a request x query heads x head size from which a prompt goes to a library: what it gains
-#: (a sixth at most beside the kernel of compute capability 9.0) is then more than the kernels around it take, 10 us.
+#: Query tokens x places of a request x query heads x head size from which a prompt goes to a library, some 0.1 ms of
+#: work: what it gains should then be more than the kernels around it take (30 us on a prompt of 8K, head size 128).
 LEAST_PRODUCTS = 1 << 35
 #: Head sizes and groups that the GPU backend takes, and head sizes of its tensor-core kernel of compute capability 9.0.
 MAX_HEAD_DIM, MAX_GROUP, MANY_HEAD_SIZES = 256, 128, (64, 128)

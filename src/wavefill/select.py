@@ -221,7 +221,7 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
     latent:         V is the first DV columns of K (MLA), and is not read a second time.
     schedule:       "auto", or one that is to be described beside what auto considers.
     device:         "cpu" for the processor here, or a GPU of `wavefill.hardware.GPUS`.
-    workers, tile:  the device's own if None: the cores of this process and 32 tokens, or 2 CTAs an SM and 64 tokens
+    workers, tile:  the device's own if None: the cores of this process and 32 tokens, or a CTA an SM and 64 tokens
                     (128 up to a head size of 64, 32 past 128).
     read_bandwidth: bytes/s for the floor time, for example what `wavefill bench` measured; the table's if None.
 

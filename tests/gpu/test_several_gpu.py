@@ -105,6 +105,29 @@ def test_every_key_count(D: int, most: int | None) -> None:
                         window=window), max_q_len=most)
 
 
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_bound_that_is_too_small_changes_nothing(most: int) -> None:
+    """Requests then have several rows, of fewer query tokens."""
+    for D, HQ in ((128, 8), (64, 64)):
+        check(make_case(DRAFTS[0], q_lens=DRAFTS[1], HQ=HQ, KH=2, D=D, dtype=torch.bfloat16, page_size=16,
+                        sinks=True), max_q_len=most)
+
+
+@pytest.mark.parametrize("B", [1, 2, 33, 127, 500, 1000, 1023, 1024, 1025])
+def test_rows_of_many_requests(B: int) -> None:
+    """Programs make up to 1,024 rows by themselves, a warp 32 at a time."""
+    q_lens = [b % 3 for b in range(B - 1)] + [2]
+    check(make_case([b % 90 for b in range(B)], q_lens=q_lens, HQ=4, KH=1, D=64, dtype=torch.float16, page_size=16),
+          max_q_len=2)
+
+
+@pytest.mark.parametrize("KH", [1, 4, 8, 16, 33])
+def test_units_of_a_few_and_of_many_parts(KH: int) -> None:
+    """From a hundred parts of a unit to two; a kernel of its own joins them, up to 66 units on an H200."""
+    check(make_case([30_000, 500], q_lens=[3, 4], HQ=4 * KH, KH=KH, D=128, dtype=torch.bfloat16, page_size=16),
+          max_q_len=4)
+
+
 @pytest.mark.parametrize("budget", [1, 3, 8])
 @pytest.mark.parametrize("D", [64, 128])
 def test_drafts_over_many_tiles(D: int, budget: int) -> None:

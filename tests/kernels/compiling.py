@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from wavefill.backends.gpu import configs, kernels, launch, many, nvrtc
+from wavefill.backends.gpu import configs, kernels, launch, many, nvrtc, operators
 from wavefill.backends.gpu.configs import Config
 from wavefill.backends.gpu.kernels import ROUNDS, STREAM_K, Variant
 from wavefill.backends.gpu.nvrtc import Build
-from wavefill.backends.gpu.variants import Switches
+from wavefill.backends.gpu.variants import Switches, pieces_variant
 from wavefill.spec import Fixed, Invariant, Schedule, StreamK
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -121,13 +121,19 @@ def many_jobs() -> Iterator[Job]:
             yield Job(launch.many_build("float16", D, config, kind, 0, True, every), HOPPER)
         for switches in some:
             yield Job(launch.many_build("bfloat16", D, config, kind, 16, False, switches), HOPPER)
+        if kind == ROUNDS:
+            yield Job(pieces_variant("bfloat16", D, config.tile, True, every), HOPPER)
     yield Job(launch.many_build("bfloat16", 128, configs.many(8, 8), STREAM_K, 16, True, every), HOPPER)
     for D, lanes in itertools.product((64, 128), many.JOIN_LANES):
         yield Job(many.Join("bfloat16", D, True, lanes), HOPPER)
 
 
 def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int]) -> Iterator[Job]:
-    """Variants of the portable kernel, and what runs beside it."""
+    """Variants of the portable kernel, what runs beside it, and the kernels of `append` and `merge_states`."""
+    for D, dtype in ((128, "bfloat16"), (80, "float32"), (576, "float16")):
+        yield Job(operators.merge_variant(dtype, D, aligned=D == 128), target)
+        for aligned, wide in ((True, False), (False, True)):
+            yield Job(operators.append_variant(dtype, D, D, aligned=aligned, wide=wide), target)
     pdl = target in ("cuda:90", "cuda:100", "cuda:120")
     for D, G, schedule in itertools.product(head_sizes, groups, SCHEDULES):
         config = configs.portable(D, G, 2)

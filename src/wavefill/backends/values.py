@@ -47,4 +47,10 @@ def value_error(
                            "Pass all query tokens, or a smaller last offset.")
 
 
+def slot_error(at: int, slot: int, *, pages: int, page_size: int) -> InvalidArgument:
+    """The error for slots[at] of an append, which lies past the cache."""
+    return invalid(f"slots[{at}]", f"must be below pages x page_size = {pages * page_size}", slot,
+                   "Grow the cache or correct the slot.")
+
+
 _NO_NUMBER = {0: "NaN", 1: "inf", -1: "-inf"}

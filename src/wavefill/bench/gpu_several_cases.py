@@ -198,7 +198,7 @@ def sections() -> dict[str, Section]:
             for row in draft_rows()), "GB/s", ("fa3", "flashinfer", "flashinfer_fa3")),
         "prompts": Section(tuple(
             Plan(f"prompt {n:,}", tuple(plain(128, page, n) for page in (None, PAGE, 64)), partial(_prompt, n))
-            for n in PROMPTS), "TFLOP/s", ("fa3",)),
+            for n in PROMPTS), "TFLOP/s", ("wavefill:own", "fa3")),
         "chunks": Section(tuple(
             Plan(f"chunk, window {window}", (plain(128, PAGE, CHUNK[0]),), partial(_chunk, window))
             for window in CHUNK_WINDOWS), "TFLOP/s", ("fa3",)),
@@ -207,7 +207,8 @@ def sections() -> dict[str, Section]:
             for window in WINDOWS for batch in (1, 8)), "GB/s", ("fa3",)),
         "libraries": Section(tuple(
             Plan(f"D {D}, {batch} x {n:,}", (plain(D, None, n),), partial(_dense, D, batch, n))
-            for D in SIZES for batch, n in LIBRARY_PROMPTS), "TFLOP/s", ("fa3", "torch_flash", "cudnn", "sdpa_flash")),
+            for D in SIZES for batch, n in LIBRARY_PROMPTS), "TFLOP/s",
+                ("wavefill:own", "fa3", "torch_flash", "cudnn", "sdpa_flash")),
     }
 
 

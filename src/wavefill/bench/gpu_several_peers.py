@@ -8,6 +8,7 @@ Every library reads the same KV. Those that read pages get them in the order HND
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -91,13 +92,31 @@ def wavefill(case: Case) -> Call:
     return decode if case.q_len == 1 else several
 
 
+def _own(case: Case) -> Call:
+    """The same by wavefill's own kernel where prompts go to a library."""
+    call = wavefill(case)
+
+    def own(copy: int) -> Tensor:
+        before = os.environ.get("WAVEFILL_PREFILL")
+        os.environ["WAVEFILL_PREFILL"] = "own"
+        try:
+            return call(copy)
+        finally:
+            os.environ.pop("WAVEFILL_PREFILL")
+            if before is not None:
+                os.environ["WAVEFILL_PREFILL"] = before
+
+    return own
+
+
 # ---- FlashAttention-3
 
 
 def _fa3(case: Case) -> Call:
     ops: Any = torch.ops._vllm_fa3_C
     made, row, cu = case.inputs, case.inputs.row, case.cu_seqlens_q
-    q, lens, longest, tokens = made.q, made.lens, max(row.lens), case.q_len
+    q, lens, tokens = made.q, made.lens, case.q_len
+    longest = made.copies[0].k.shape[1] if made.block_table is None else max(row.lens)
     table = None if made.block_table is None else made.block_table.clamp(min=0)
     page = None if table is None else made.copies[0].k.shape[1]
     left, right = (-1, -1) if case.window is None else (case.window - 1, 0)
@@ -215,6 +234,7 @@ def _not_whole(case: Case) -> str | None:
 WAVEFILL = Library("wavefill", lambda case: None, wavefill)
 _FLASHINFER = {"fa2": "flashinfer", "fa3": "flashinfer_fa3"}
 LIBRARIES = (
+    Library("wavefill:own", _not_contiguous, _own),
     Library("fa3", lambda case: gpu_peer_setup.fa3(), _fa3),
     *(Library(name, _no_flashinfer, _flashinfer(backend)) for backend, name in _FLASHINFER.items()),
     Library("torch_flash", _not_contiguous, _torch_flash),

@@ -38,7 +38,8 @@ def _bars(outcome: Outcome, outcomes: Sequence[Outcome]) -> Iterator[Bar]:
         yield bar("over one token", over_first(outcome, outcomes), OVER_ONE, "x", least=False)
         yield bar("best peer / ours", outcome.best_ratio(), OVER_PEERS, "x", least=True)
     if outcome.section == "prompts":
-        yield bar("TFLOP/s", outcome.rate("wavefill", "TFLOP/s"), PROMPT_SHARE * PROMPTS[outcome.q_len], "TFLOP/s",
+        own = "wavefill:own" if "wavefill:own" in outcome.times else "wavefill"
+        yield bar("TFLOP/s", outcome.rate(own, "TFLOP/s"), PROMPT_SHARE * PROMPTS[outcome.q_len], "TFLOP/s",
                   least=True)
     if outcome.section == "chunks":
         yield bar("fa3 / ours", outcome.best_ratio(), CHUNKS[outcome.window], "x", least=True)

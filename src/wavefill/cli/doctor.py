@@ -196,7 +196,7 @@ def _environment() -> Facts:
             value = text if text else f"unset ({variable.default})"
         except ValueError as error:
             value = f"bad value: {error}"
-        facts[variable.name] = f"{value}. {variable.doc}"
+        facts[variable.name] = f"{value.rstrip('.')}. {variable.doc}"
     return facts | dict.fromkeys(env.unknown(), "not a variable of wavefill; misspelt?")
 
 

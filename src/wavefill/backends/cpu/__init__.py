@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wavefill.backends.values import value_error
+from wavefill.backends.values import slot_error, value_error
 from wavefill.hardware import CPU_MAX_HEAD_DIM, CPU_TILE, cpu_gap
 from wavefill.schedule import resolve
 from wavefill.scores import NONE, Options
@@ -18,7 +18,6 @@ from wavefill.spec import (
     Fixed,
     Schedule,
     StreamK,
-    invalid,
 )
 
 try:
@@ -146,8 +145,7 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
         k_cache.shape[1], k_cache.shape[0],
     )
     if bad >= 0:
-        raise invalid(f"slots[{bad}]", f"must be below pages x page_size = {k_cache.shape[0] * k_cache.shape[1]}",
-                      int(slots[bad]), "Grow the cache or correct the slot.")
+        raise slot_error(bad, int(slots[bad]), pages=k_cache.shape[0], page_size=k_cache.shape[1])
 
 
 def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:

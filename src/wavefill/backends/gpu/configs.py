@@ -94,7 +94,7 @@ def portable_several(columns: int, group: int, element_bytes: int, most: int | N
     while 2 * block * group <= room and (most is None or block < most):
         block *= 2
     config = portable(columns, min(block * group, room), element_bytes)
-    if columns > 128 and element_bytes == 2 and config.ctas == 2:
+    if columns > 192 and element_bytes == 2 and config.ctas == 2:
         config = replace(config, stages=3)  # 587 us where two take 724 (8 requests of 32K, KH 8, D 256)
     if block * group > 16 and room > 16:
         config = replace(config, ctas=1, stages=4, warps=8)

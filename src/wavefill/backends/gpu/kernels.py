@@ -29,7 +29,10 @@ Made = TypeVar("Made")
 STREAM_K, SPLITS, CHUNKS, ROUNDS = range(4)
 POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "PART_O": "*fp32", "PART_M": "*fp32",
             "PART_L": "*fp32", "SINK": "*fp32", "SLOPES": "*fp32", "MASK": "*i32", "STARTS": "*i32", "LENS": "*i32",
-            "ROWS": "*i32", "GIVEN": "*i32", "FLAGS": "*i32", "GATE": "*i32", "FOUND": "*fp32"}
+            "ROWS": "*i32", "GIVEN": "*i32", "FLAGS": "*i32", "GATE": "*i32", "FOUND": "*fp32", "SLOTS": "*i64",
+            "LSES": "*fp32"}
+#: Pointers to elements of the dtype of a variant.
+ELEMENTS = ("Q", "K", "V", "OUT", "NEW_K", "NEW_V", "OUTS")
 TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -37,7 +40,7 @@ TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 class Variant:
     """One kernel with its compile-time choices.
 
-    kernel:    "portable", "merge", "prefix", "expand", "enter" or "leave".
+    kernel:    "portable", "merge", "pieces", "prefix", "expand", "enter", "leave", "write" or "join_states".
     dtype:     of q, K, V and the output.
     constants: compile-time arguments, as sorted pairs.
     aligned:   arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
@@ -66,7 +69,7 @@ def source(variant: Variant) -> Any:
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("Q", "K", "V", "OUT"):
+        elif name in ELEMENTS:
             signature[name] = f"*{element}"
         elif name in POINTERS:
             signature[name] = POINTERS[name]
@@ -87,10 +90,11 @@ def options(variant: Variant) -> dict[str, Any]:
 
 def function(kernel: str) -> Any:
     """The kernel's function, as Triton made it."""
-    from wavefill.backends.gpu import around, merge, portable, rows
+    from wavefill.backends.gpu import append, around, merge, portable, rows, states
 
-    return {"portable": portable.attend, "merge": merge.merge, "prefix": merge.prefix, "expand": rows.expand,
-            "enter": around.enter, "leave": around.leave}[kernel]
+    return {"portable": portable.attend, "merge": merge.merge, "pieces": merge.join_pieces, "prefix": merge.prefix,
+            "expand": rows.expand, "enter": around.enter, "leave": around.leave, "write": append.write,
+            "join_states": states.join_states}[kernel]
 
 
 @cache
@@ -169,7 +173,7 @@ _ready: dict[tuple[Hashable, int], Any] = {}
 
 
 def once(variant: Hashable, device: int, make: Callable[[], Made]) -> Made:
-    """What `make` gave for a variant, of Triton's or of `hopper`, on a device; it is called once for each."""
+    """What `make` gave for a variant, of Triton's or of `nvrtc`, on a device; it is called once for each."""
     global compiled_count
     found: Made | None = _ready.get((variant, device))
     if found is None:

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from wavefill.backends.gpu import hopper, kernels, many, memory, nvrtc
-from wavefill.backends.gpu.configs import MERGES, Config
+from wavefill.backends.gpu.configs import Config
 from wavefill.backends.gpu.kernels import CHUNKS, ROUNDS, SPLITS, STREAM_K, Variant
 from wavefill.backends.gpu.variants import (
     EXPAND_SIZE,
+    PIECES_QUERIES,
     PLAIN,
     Switches,
     attention_variant,
     expand_variant,
     merge_shape,
     merge_variant,
+    pieces_variant,
     prefix_variant,
     triton_variants,
 )
@@ -32,7 +34,7 @@ from wavefill.scores import NONE, Options
 from wavefill.spec import MAX_FLOAT32, MAX_LENGTH, Fixed, Invariant, Schedule, StreamK
 
 #: Rows that every worker scans by itself; with more a kernel of its own scans them once.
-SCAN_AT_MOST = 1024
+SCAN_AT_MOST = many.MOST_ROWS
 LOG2_E = 1.4426950408889634
 #: Whole units for each program from which the kernel of several query tokens does not cut them.
 ROUNDS_UNITS = 4
@@ -80,6 +82,8 @@ def partial_slots(cut: Cut, B: int, KH: int, workers: int, tiles: int) -> int:
     if cut.kind == STREAM_K:
         return 2 * workers
     units = B * KH
+    if cut.kind == ROUNDS:
+        return units * min(cut.param, max(tiles, 1))
     if cut.kind == CHUNKS:
         bounded = cut.rule == BOUNDED
         pieces = most_invariant_pieces(tiles, KH, cut.param) if bounded else -(-tiles // cut.param)
@@ -229,12 +233,10 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
         cut, workers = cut_many(g, config, workers)
     elif cut.kind == STREAM_K and config.copies and splits_instead(rows, KH, workers):
         cut = Cut(SPLITS, workers // KH, GIVEN)
-    # The merge sees rounds as splits, and has nothing to do where units are whole.
-    merged = Cut(SPLITS, cut.param, GIVEN) if cut.kind == ROUNDS else cut
     whole = cut.kind == ROUNDS and cut.param == 1
     scanned = cut.kind != ROUNDS and (rows > SCAN_AT_MOST or (
         bool(config.copies) and (-(-capacity // tile) + hopper.MOST_OPENING) * units >= 1 << 31))
-    slots = 0 if whole else partial_slots(merged, rows, KH, workers, -(-capacity // tile))
+    slots = 0 if whole else partial_slots(cut, rows, KH, workers, -(-capacity // tile))
     seen = 0 if g.window is None else min(g.window, MAX_LENGTH)
     cuts = (seen, min(capacity, MAX_LENGTH), cut.param, cut.rule)
     # A kernel that makes rows and joins parts by itself, and one that does the latter.
@@ -263,11 +265,16 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
 
     merge = None
     merge_args: tuple[Any, ...] = ()
-    by_worker = cut.kind == STREAM_K and units > workers
-    merge_rows = workers if by_worker else units
-    shape = merge_shape(merge_rows * queries, DV)
-    if not whole and not merges:
-        merge = merge_variant(g.dtype, DV, shape, tile, merged.kind, by_worker, scanned, pdl, g.switches)
+    merge_grid = (units, -(-queries // PIECES_QUERIES), 1)
+    if cut.kind == ROUNDS and not whole:
+        merge = pieces_variant(g.dtype, DV, tile, pdl, g.switches)
+        merge_args = (rows, KH, G, queries, T, *cuts[:3], *strides, *kernels.values(merge))
+    elif not whole and not merges:
+        by_worker = cut.kind == STREAM_K and units > workers
+        merge_rows = workers if by_worker else units
+        shape = merge_shape(merge_rows * queries, DV)
+        merge_grid = merge_rows, queries, -(-DV // shape[0])
+        merge = merge_variant(g.dtype, DV, shape, tile, cut.kind, by_worker, scanned, pdl, g.switches)
         merge_args = (rows, KH, G, queries, T, workers, *cuts, *strides, *kernels.values(merge))
 
     prefix = expand = None
@@ -280,7 +287,7 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
         expand = expand_variant()
         expand_args = (g.requests, rows, T, config.block, int(g.causal), *cuts[:2], *kernels.values(expand))
     return Call(expand, prefix, attention, merge, (-(-rows // EXPAND_SIZE), 1, 1), (workers, blocks, 1),
-                (merge_rows, queries, -(-DV // shape[0])), expand_args, prefix_args, attention_args, merge_args,
+                merge_grid, expand_args, prefix_args, attention_args, merge_args,
                 ends[-1], ends[:-1])  # type: ignore[arg-type]
 
 
@@ -317,11 +324,14 @@ def _many_launch(g: Geometry, config: Config, cut: Cut, cuts: tuple[int, ...], r
     join, units = None, min(requests, T) * KH
     if build.joined and (lanes := many.join_lanes(units, workers)):
         kernel = many.Join(g.dtype, D, g.sinks, lanes)
-        join = kernel, min(units * kernel.slices, JOIN_PROGRAMS)
+        join = kernel, min(units * kernel.slices, workers if config.alone else JOIN_PROGRAMS)
+    # With a budget the kernel that comes after would sit on the other SMs meanwhile.
+    follows = join is not None if build.joined else not (cut.kind == ROUNDS and cut.param == 1)
     args = many.Args(
         scale=scale, cap=cap, B=rows, KH=KH, G=HQ // KH, block=config.block, tokens=T,
         causal=int(g.causal or g.window is not None), window=seen, param=param, rule=rule, requests=requests,
-        limit=limit, programs=workers, apart=int(join is not None), words=g.mask[0], mask_row=g.mask[1],
+        limit=limit, programs=workers, apart=int(join is not None),
+        early=int(follows and not config.alone), words=g.mask[0], mask_row=g.mask[1],
         t_b=0 if g.table is None else g.table[1][0], q_b=g.q[1][0], q_h=g.q[1][1], o_b=g.out_strides[0],
         o_h=g.out_strides[1], l_b=g.lse_strides[0], l_h=g.lse_strides[1])
     return many.Launch(build, workers, join, args)
@@ -341,7 +351,8 @@ def _hopper_launch(g: Geometry, config: Config, cut: Cut, cuts: tuple[int, ...],
     G, D, DV, units = g.q[0][1] // KH, g.q[0][2], g.v[0][3], B * KH
     cluster = 1
     if cut.kind == STREAM_K and not config.alone:
-        cluster = hopper.cluster_of(units, capacity * units * (D + DV) * 2)
+        keys = capacity if g.window is None else min(capacity, g.window)
+        cluster = hopper.cluster_of(units, keys * units * (D + DV) * 2)
     seen, limit, param, rule = cuts
     scale, cap = _scales(g.scale, g.softcap)
     args = hopper.Args(scale=scale, cap=cap, B=B, KH=KH, G=G, window=seen, limit=limit, param=param, rule=rule,
@@ -385,8 +396,7 @@ def variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: int, pag
             found += [many.Join(dtype, D, switches.sinks, lanes) for lanes in many.JOIN_LANES]
         if kind == STREAM_K:  # see `cut_many`
             found.append(many_build(dtype, D, config, ROUNDS, page or 0, False, switches))
-            found += [merge_variant(dtype, DV, shape, config.tile, SPLITS, False, False, pdl, switches)
-                      for shape in MERGES]
+            found.append(pieces_variant(dtype, DV, config.tile, pdl, switches))
     elif config.copies:
         found += [build_of(dtype, D, DV, config, kind, page, scanned, switches) for scanned in (False, True)]
     return found
@@ -473,7 +483,9 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Te
     else:
         attention(stream, capturing, k, v, (*inputs, table_at, seq, *results, sinks, slopes))
     if merge is not None:
-        merge(call.merge_grid, stream, seq, before_at, out_at, lse_at, part_o, part_m, part_l, sinks, *call.merge_args)
+        assert call.merge is not None
+        scan = () if call.merge.kernel == "pieces" else (before_at,)
+        merge(call.merge_grid, stream, seq, *scan, out_at, lse_at, part_o, part_m, part_l, sinks, *call.merge_args)
 
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -70,6 +70,7 @@ def choose(own: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     Raises BackendUnavailable where WAVEFILL_PREFILL names a library that is not there.
     """
     wanted, (T, HQ, D), (B, S) = prefill.asked(), q.shape, k.shape[:2]
+    _hold(wanted, hopper)
     if (wanted == "own" or own.expand is None or torch.version.hip is not None or v.shape[3] != D
             or (k.data_ptr() | v.data_ptr()) % 16
             or (wanted == "auto" and not prefill.is_prompt(T, B, S, HQ, D))
@@ -79,18 +80,31 @@ def choose(own: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     operator = fa3_operator() if hopper and wanted != "flash" else None
     if operator is not None:
         library = Library(prefill.FA3, partial(_fa3, operator), past=True)
-    elif wanted == "fa3":
-        raise BackendUnavailable(complaint(
-            "WAVEFILL_PREFILL", "names a library that must be there",
-            f"'fa3', and {'its operator cannot be found' if hopper else 'the GPU is not of compute capability 9.0'}",
-            "Install flash_attn_interface, load vLLM's build first, or unset it."))
     elif wanted == "flash" or not isinstance(own.attention, many.Launch):
         apart = keys_apart(k, v)
         if apart is not None and flash_is_torchs():
             library = Library(prefill.FLASH, _flash, apart)
-    if library is None or (library.name, D, q.dtype) in _failed:
+    if library is None or (wanted == "auto" and (library.name, D, q.dtype) in _failed):
         return None
     return partial(attend, library, scale, causal, wanted != "auto")
+
+
+def _hold(wanted: str, hopper: bool) -> None:
+    """Raise BackendUnavailable where a library is wanted that is not there."""
+    gap = None
+    if wanted in ("fa3", "flash") and torch.version.hip is not None:
+        gap = "the GPU is none of NVIDIA's"
+    elif wanted == "fa3" and not hopper:
+        gap = "the GPU is not of compute capability 9.0"
+    elif wanted == "fa3" and fa3_operator() is None:
+        gap = "its operator cannot be found"
+    elif wanted == "flash" and not flash_is_torchs():
+        gap = "PyTorch has not its own"
+    if gap is not None:
+        raise BackendUnavailable(complaint(
+            "WAVEFILL_PREFILL", "names a library that must be there", f"{wanted!r}, and {gap}",
+            ("Install flash_attn_interface, load vLLM's build first, or unset it." if wanted == "fa3" else
+             "Unset it.")))
 
 
 def attend(library: Library, scale: float, causal: bool, named: bool, own: Call, q: Tensor, k: Tensor, v: Tensor,
@@ -112,11 +126,16 @@ def attend(library: Library, scale: float, causal: bool, named: bool, own: Call,
         with torch.no_grad():
             found = library.attend(q, k, v, out, Given(begins, lens, keys, scale, causal))
     except RuntimeError as error:
-        if named or isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))):
             raise
+        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if named:
+            raise BackendUnavailable(complaint(
+                "WAVEFILL_PREFILL", f"names a library that must take head size {D} of {dtype}",
+                f"{library.name}, which says: {said}", "Unset it, or set it to own.")) from error
         _failed.add((library.name, D, q.dtype))
         warnings.warn(f"{library.name} does not take prompts of head size {D} here, and wavefill's own kernels do: "
-                      f"{str(error).splitlines()[0][:200]}", RuntimeWarning, stacklevel=2)
+                      f"{said}", RuntimeWarning, stacklevel=2)
         launch.run(own, q, k, v, seq_lens, table, out, lse, starts=starts, options=options, interpret=interpret)
         return
     _launch(leave, (-(-T // TOKENS), 1, 1), interpret, buffer, seen, gate, found, out, lse, B, T, HQ, flags,

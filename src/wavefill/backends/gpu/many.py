@@ -70,7 +70,7 @@ class Build(nvrtc.Build):
         values = {"T": self.tile, "KIND": self.kind, "SCANNED": int(self.scanned), "D": self.D, "DV": self.D,
                   "QUERIES": self.queries, "STAGES": self.stages, "PAGE": self.page, "BOX": self.box,
                   "CAPPED": int(self.capped), "SLOPED": int(self.sloped), "SINKS": int(self.sinks),
-                  "MASKED": int(self.masked), "MOST_ROWS": MOST_ROWS, "LANES": join_lanes or 1,
+                  "MASKED": int(self.masked), "MOST_ROWS": MOST_ROWS, "JOINERS": JOINERS, "LANES": join_lanes or 1,
                   "SHARED_BYTES": self.dynamic_bytes}
         macros = {"BF16": int(self.dtype == "bfloat16"), "WIDE": int(self.scanned), "SEVERAL": 1,
                   "JOIN": int(join_lanes > 0)}
@@ -153,7 +153,7 @@ class Args(ctypes.Structure):
         ("scale", ctypes.c_float), ("cap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in (
             "B", "KH", "G", "block", "tokens", "causal", "window", "param", "rule", "words", "requests", "limit",
-            "programs", "apart")),
+            "programs", "apart", "early")),
     )
 
 

@@ -139,13 +139,7 @@ def merge(SEQ, BEFORE, OUT, LSE, PART_O, PART_M, PART_L, SINK, B, KH, G, queries
                     _no_keys(SEQ, OUT, LSE, SINK, empty, B, token, h * G + g, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SEVERAL,
                              SINKS)
     if SEVERAL:
-        # Tokens before the first row and past the last are no request's.
-        used = tl.load(SEQ + PLANES * B)
-        first = tl.load(SEQ + PLANES * B + 2)
-        for padding in range(pid, first + tokens - used, tl.num_programs(0)):
-            where = tl.where(padding < first, padding, padding - first + used)
-            for h in range(query, KH * G, queries):
-                _nothing(OUT, LSE, SINK, where, h, o_c, m_c, s_ot, s_oh, s_lt, s_lh, False)
+        _no_request(SEQ, OUT, LSE, SINK, B, KH * G, tokens, query, queries, o_c, m_c, s_ot, s_oh, s_lt, s_lh)
 
 
 @triton.jit
@@ -171,6 +165,75 @@ def _nothing(OUT, LSE, SINK, token, head, o_c, m_c, s_ot, s_oh, s_lt, s_lh, SINK
             tl.store(at, tl.load(SINK + head))
         else:
             tl.store(at, float("-inf"))
+
+
+@triton.jit
+def join_pieces(SEQ, OUT, LSE, PART_O, PART_M, PART_L, SINK, B, KH, G, queries, tokens, window, limit, param,
+                s_ot, s_oh, s_lt, s_lh,
+                DV: tl.constexpr, QUERIES: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+                SINKS: tl.constexpr):
+    """`merge` for chunks of prompts, of which all rows are cut into at most `param` pieces, a few: one program a (unit,
+    QUERIES of its `queries`). Units of one piece were written by the attention kernel."""
+    row, head = tl.program_id(0) // KH, tl.program_id(0) % KH
+    o_b = tl.arange(0, CHUNK)
+    o_c = tl.arange(0, DV)
+    o_q = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    n = tiles_of(SEQ, row, B, window, limit, T, True)
+    first = tl.cast(0, tl.int64)
+    for b0 in range(0, row, CHUNK):
+        before = tiles_of(SEQ, b0 + o_b, B, window, limit, T, True, b0 + o_b < row)
+        first += tl.sum(tl.minimum(before, param), 0)
+    count = tl.minimum(n, param)
+    first = first * KH + head * count
+    token = tl.load(SEQ + FIRST * B + row) + o_q // G
+    b_head = head * G + o_q % G
+    there = (o_q < queries) & (o_q // G < tl.load(SEQ + COUNT * B + row))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if count == 0:
+        b_lse = tl.full([QUERIES], float("-inf"), tl.float32)
+        if SINKS:
+            b_lse = tl.load(SINK + b_head, mask=there, other=float("-inf"))
+        tl.store(OUT + (token.to(tl.int64) * s_ot + b_head.to(tl.int64) * s_oh)[:, None] + o_c[None, :],
+                 tl.zeros([QUERIES, DV], tl.float32).to(OUT.dtype.element_ty), mask=there[:, None])
+        tl.store(LSE + token.to(tl.int64) * s_lt + b_head.to(tl.int64) * s_lh, b_lse, mask=there)
+    if count > 1:
+        b_max = tl.full([QUERIES], float("-inf"), tl.float32)
+        b_sum = tl.zeros([QUERIES], tl.float32)
+        b_acc = tl.zeros([QUERIES, DV], tl.float32)
+        for piece in range(0, count):
+            at = (first + piece) * queries + o_q
+            p_m = tl.load(PART_M + at, mask=there, other=float("-inf"))
+            p_l = tl.load(PART_L + at, mask=there, other=0.0)
+            p_o = tl.load(PART_O + (at * DV)[:, None] + o_c[None, :], mask=there[:, None], other=0.0)
+            b_new = tl.maximum(b_max, p_m)
+            base = tl.where(b_new == float("-inf"), 0.0, b_new)
+            old, weight = tl.exp2(b_max - base), tl.exp2(p_m - base)
+            b_sum = b_sum * old + p_l * weight
+            b_acc = b_acc * old[:, None] + p_o * weight[:, None]
+            b_max = b_new
+        if SINKS:
+            b_max, b_sum, factor = with_sinks(SINK, b_head, there, b_max, b_sum)
+            b_acc *= factor[:, None]
+        b_o = b_acc / tl.where(b_sum == 0, 1.0, b_sum)[:, None]
+        tl.store(OUT + (token.to(tl.int64) * s_ot + b_head.to(tl.int64) * s_oh)[:, None] + o_c[None, :],
+                 b_o.to(OUT.dtype.element_ty), mask=there[:, None])
+        tl.store(LSE + token.to(tl.int64) * s_lt + b_head.to(tl.int64) * s_lh,
+                 (b_max + tl.log2(b_sum)) * 0.6931471805599453, mask=there)
+    _no_request(SEQ, OUT, LSE, SINK, B, KH * G, tokens, tl.program_id(1), tl.num_programs(1), o_c, o_c < DV,
+                s_ot, s_oh, s_lt, s_lh)
+
+
+@triton.jit
+def _no_request(SEQ, OUT, LSE, SINK, B, HQ, tokens, head, step, o_c, m_c, s_ot, s_oh, s_lt, s_lh):
+    """The results of query tokens before the first row and past the last, for every `step`th head from `head` on."""
+    pid = tl.program_id(0)
+    used = tl.load(SEQ + PLANES * B)
+    first = tl.load(SEQ + PLANES * B + 2)
+    for padding in range(pid, first + tokens - used, tl.num_programs(0)):
+        where = tl.where(padding < first, padding, padding - first + used)
+        for h in range(head, HQ, step):
+            _nothing(OUT, LSE, SINK, where, h, o_c, m_c, s_ot, s_oh, s_lt, s_lh, False)
 
 
 @triton.jit

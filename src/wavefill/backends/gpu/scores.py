@@ -23,7 +23,8 @@ def with_sinks(SINK, head, there, top, total):
 
     SINK [HQ], read at the query heads `head` where they are `there`.
     """
-    sink = tl.load(SINK + head, mask=there, other=float("-inf")) * LOG2_E
+    # A sink past 2.3e38 would become infinite in base 2.
+    sink = tl.minimum(tl.load(SINK + head, mask=there, other=float("-inf")) * LOG2_E, 3.4e38)
     larger = tl.maximum(top, sink)
     base = tl.where(larger == float("-inf"), 0.0, larger)
     factor = tl.exp2(top - base)

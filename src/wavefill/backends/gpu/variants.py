@@ -10,6 +10,8 @@ from wavefill.backends.gpu.kernels import STREAM_K, Variant, constants
 #: Rows that a program of attention or merge scans at once, and that the scan of many does; requests that a program of
 #: `rows.expand` looks at, at once, and rows that it fills.
 CHUNK, SCAN_CHUNK, EXPAND_CHUNK, EXPAND_SIZE = 128, 1024, 64, 64
+#: Queries of a program of `merge.join_pieces`.
+PIECES_QUERIES = 16
 
 
 class Switches(NamedTuple):
@@ -49,6 +51,13 @@ def merge_variant(dtype: str, DV: int, shape: tuple[int, int, int], tile: int, k
         "DV": DV, "COLUMNS": columns, "STATES": states, "T": tile, "CHUNK": CHUNK, "KIND": kind,
         "BY_WORKER": by_worker, "SCANNED": scanned, "PDL": pdl, "SEVERAL": switches.several, "SINKS": switches.sinks,
     }), warps, pdl=pdl, unaligned=("OUT", "SEQ", "LSE", "SINK"))
+
+
+def pieces_variant(dtype: str, DV: int, tile: int, pdl: bool, switches: Switches) -> Variant:
+    """The merge of chunks of prompts."""
+    return Variant("pieces", dtype, constants({
+        "DV": DV, "QUERIES": PIECES_QUERIES, "T": tile, "CHUNK": CHUNK, "PDL": pdl, "SINKS": switches.sinks,
+    }), 4, pdl=pdl, unaligned=("OUT", "SEQ", "LSE", "SINK"))
 
 
 def prefix_variant(tile: int, kind: int, several: bool = False) -> Variant:

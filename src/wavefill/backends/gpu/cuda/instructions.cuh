@@ -80,6 +80,11 @@ __device__ __forceinline__ float exp2_of(float x) {
     return r;
 }
 
+// A head's sink in base 2; one past 2.3e38 would become infinite.
+__device__ __forceinline__ float sink_at(const Args& a, i32 head) {
+    return fminf(__ldg(a.sinks + head) * LOG2_E, 3.4e38f);
+}
+
 // Within a few units in the last place; near zero, where the quotient would cancel, by a series.
 __device__ __forceinline__ float tanh_of(float x) {
     const float y = x * x, e = exp2_of(-2 * LOG2_E * fabsf(x));

@@ -94,7 +94,7 @@ __device__ __forceinline__ void store(const Args& a, i32 row, i32 query, i32 col
     u16* to = a.out + row * a.o_b + query * a.o_h + column;
     float f = p.l == 0 ? 0 : 1; // 0: no keys
     if (SINKS) {
-        const float sink = __ldg(a.sinks + query) * LOG2_E, top = fmaxf(p.m, sink);
+        const float sink = sink_at(a, query), top = fmaxf(p.m, sink);
         f *= weight(p.m, top), p.l = p.l * weight(p.m, top) + weight(sink, top), p.m = top;
     }
     if (p.l != 0) f *= __frcp_rn(p.l);

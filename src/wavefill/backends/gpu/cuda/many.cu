@@ -7,7 +7,8 @@
 // other tile, and join their states at the end of the segment.
 //
 // For drafts (JOINED) every program makes the rows for itself. Parts of a unit become one in the last of its programs
-// to arrive, or, where there are more programs than units and so many parts of each, in a kernel of their own, `join`.
+// to arrive, or, where there are twice as many programs as units and so many parts of each, in a kernel of their own,
+// `join`.
 //
 // A group asks for the scores of a tile before the products with V of the tile before it, and turns scores into weights
 // while those run.
@@ -38,6 +39,7 @@ struct Args {
     i32 causal, window, param, rule, words;
     i32 requests, limit; // where JOINED; keys that a request can have
     i32 programs, apart; // of the grid; whether `join` comes after, where JOINED
+    i32 early;           // whether the kernel after this one may begin with it
 };
 struct __align__(64) Map {
     u64 words[16];
@@ -403,32 +405,12 @@ struct Attention {
     }
 };
 
-// Results of query tokens that see no key, and of those before and past all requests, where no merge comes after.
-__device__ __forceinline__ void write_empty(const Args& a, i32 thread, i32 threads) {
-    const i32 programs = gridDim.x, heads = a.KH * a.G, used = used_tokens(a);
-    auto nothing = [&](i64 token, bool sinks) {
-        UNROLL_NOT for (i32 x = thread; x < heads * (DV / 2); x += threads) {
-            const i32 head = x / (DV / 2), column = x % (DV / 2);
-            reinterpret_cast<u32*>(a.out + token * a.o_b + head * a.o_h)[column] = 0;
-            if (column == 0) a.lse[token * a.l_b + head * a.l_h] = SINKS && sinks ? __ldg(a.sinks + head) : NOTHING;
-        }
-    };
-    UNROLL_NOT for (i32 row = blockIdx.x; row < used_rows(a); row += programs) {
-        const Block block(a, row);
-        if (block.stop > block.start) continue;
-        UNROLL_NOT for (i32 token = 0; token < block.count; token++) nothing(block.first + token, true);
-    }
-    const i32 first = JOINED ? (used_rows(a) ? Block(a, 0).first : used) : row_word(a, PLANES * i64(a.B) + 2);
-    const i32 gap = used - first;
-    UNROLL_NOT for (i32 i = blockIdx.x; i < a.tokens - gap; i += programs) nothing(i < first ? i : i + gap, false);
-}
-
 #if !JOIN
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     many(const __grid_constant__ Maps maps, const __grid_constant__ Args a) {
     Shared& sh = *reinterpret_cast<Shared*>(memory);
     const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (KIND != ROUNDS) asm volatile("griddepcontrol.launch_dependents;");
+    if (a.early) asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
         prefetch(maps.k), prefetch(maps.v);
         for (i32 i = 0; i < STAGES; i++) {

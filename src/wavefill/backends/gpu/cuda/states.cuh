@@ -4,7 +4,7 @@
 // 8n + 2 (i % 4) and one further of its two queries, and the last vector their maxima and sums.
 #pragma once
 
-constexpr i32 JOINERS = 256, NEAR = 16; // of `join`: see `join_slice`
+constexpr i32 NEAR = 16; // see `join_slice`
 constexpr i32 SLICES = GROUP / NEAR * ((VECTORS - 2) / (16 / LANES) + 1);
 
 // What a query's maximum and sum make of its outputs.
@@ -15,7 +15,7 @@ struct Result {
         float top = m, sum = l;
         factor = 1;
         if (SINKS) {
-            const float sink = __ldg(a.sinks + query_head) * LOG2_E;
+            const float sink = sink_at(a, query_head);
             top = fmaxf(m, sink);
             factor = m == NOTHING ? 0.f : exp2_of(m - top);
             sum = sum * factor + (sink == NOTHING ? 0.f : exp2_of(sink - top));

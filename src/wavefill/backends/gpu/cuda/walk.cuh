@@ -150,3 +150,23 @@ struct Walk : Place {
         if (at < stop) next_segment(a, c, param, stop - at);
     }
 };
+
+// Results of query tokens that see no key, and of those before and past all requests, where no merge comes after.
+__device__ __forceinline__ void write_empty(const Args& a, i32 thread, i32 threads) {
+    const i32 programs = gridDim.x, heads = a.KH * a.G, used = used_tokens(a);
+    auto nothing = [&](i64 token, bool sinks) {
+        UNROLL_NOT for (i32 x = thread; x < heads * (DV / 2); x += threads) {
+            const i32 head = x / (DV / 2), column = x % (DV / 2);
+            reinterpret_cast<u32*>(a.out + token * a.o_b + head * a.o_h)[column] = 0;
+            if (column == 0) a.lse[token * a.l_b + head * a.l_h] = SINKS && sinks ? __ldg(a.sinks + head) : NOTHING;
+        }
+    };
+    UNROLL_NOT for (i32 row = blockIdx.x; row < used_rows(a); row += programs) {
+        const Block block(a, row);
+        if (block.stop > block.start) continue;
+        UNROLL_NOT for (i32 token = 0; token < block.count; token++) nothing(block.first + token, true);
+    }
+    const i32 first = JOINED ? (used_rows(a) ? Block(a, 0).first : used) : row_word(a, PLANES * i64(a.B) + 2);
+    const i32 gap = used - first;
+    UNROLL_NOT for (i32 i = blockIdx.x; i < a.tokens - gap; i += programs) nothing(i < first ? i : i + gap, false);
+}
