@@ -58,6 +58,16 @@ def test_gpu_defaults_and_floor():
     assert given_bandwidth.floor_us == pytest.approx(choice.floor_us * 4.575 / 4)
 
 
+def test_the_floor_of_prompts_is_computing():
+    """Blocks of query tokens read the keys of their request again, but from caches: memory gives them once."""
+    prompt = explain([8192, 0], q_lens=[8192, 0], device="h200", page_size=None)
+    assert prompt.floor_us == pytest.approx(prompt.flops / 989.5e12 * 1e6)
+    assert "TFLOP/s" in prompt.floor_note
+    draft = explain([8192, 0, 70], q_lens=[64, 0, 64], HQ=8, KH=8, device="h200", dtype="bfloat16")
+    once = (8192 + 70) * 8 * 256 * 2 + 128 * 8 * 256 * 2
+    assert draft.floor_us == pytest.approx(once / 4.575e12 * 1e6)
+
+
 def test_the_filled_last_wave():
     """One request more than a wave holds: a fixed split leaves half the GPU idle, stream_k nothing."""
     choice = explain(WAVE_PLUS_ONE, device="h100", workers=132)

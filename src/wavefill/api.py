@@ -393,6 +393,11 @@ def warmup(
     >>> wavefill.warmup([wavefill.AttentionSpec(32, 8, 128, 128)])  # Llama-3.1-8B on an H200 # doctest: +SKIP
     3
     """
+    if isinstance(specs, AttentionSpec) or not isinstance(specs, Iterable):
+        raise invalid_type("specs", "must be a sequence of wavefill.AttentionSpec", type(specs).__name__,
+                           "Give for example [wavefill.AttentionSpec(32, 8, 128, 128)].")
+    if isinstance(schedules, str):
+        raise invalid_type("schedules", "must be a sequence", repr(schedules), f"Give [{schedules!r}].")
     shapes = list(specs)
     for spec in shapes:
         if not isinstance(spec, AttentionSpec):

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from wavefill.spec import DTYPE_BYTES, AttentionSpec, invalid
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Traffic:
 
     @property
     def least(self) -> int:
-        """What any schedule moves: all but the partial states."""
+        """What any schedule of these rows moves: all but the partial states."""
         return self.kv + self.query + self.output
 
 
@@ -62,6 +64,17 @@ def traffic(spec: AttentionSpec, rows: Rows, table: Table) -> Traffic:
         output=queries * spec.HQ * spec.DV * element,
         partials=partial_bytes(spec, rows, table),
     )
+
+
+def least_bytes(spec: AttentionSpec, rows: Rows) -> int:
+    """Bytes that any kernel moves: the keys and values of each request once, queries and outputs."""
+    some = rows.stop > rows.start
+    request, start, stop = rows.request[some], rows.start[some], rows.stop[some]
+    first = np.flatnonzero(np.diff(request, prepend=-1))  # rows are ordered by request
+    keys = int((np.maximum.reduceat(stop, first) - np.minimum.reduceat(start, first)).sum()) if first.size else 0
+    queries = int((rows.q_end - rows.q_begin).sum())
+    ends = queries * spec.HQ * (spec.D + spec.DV) * DTYPE_BYTES[spec.dtype]
+    return keys * spec.KH * spec.kv_head_bytes + ends
 
 
 def partial_bytes(spec: AttentionSpec, rows: Rows, table: Table) -> int:

@@ -26,6 +26,7 @@ from wavefill.schedule import (
     row_ranges,
 )
 from wavefill.spec import (
+    DTYPE_BYTES,
     MAX_TILE,
     AttentionSpec,
     BackendUnavailable,
@@ -144,8 +145,9 @@ class Choice:
     fill:           share of workers x makespan that is work.
     bytes:          bytes moved, partial states included.
     flops:          multiplications and additions.
-    floor_us:       KV, query and output bytes over the read bandwidth; None where that is unknown.
-    floor_note:     which bandwidth that is, or why there is none.
+    floor_us:       the KV of each request, queries and outputs over the read bandwidth, or on a GPU in 16 bits the
+                    FLOPs over the peak where that takes longer (prompts); None where the bandwidth is unknown.
+    floor_note:     which of them that is, or why there is none.
     reason:         one sentence.
     runner_up:      the best of the other schedules that `auto` considers; the choice itself where all of them come
                     to the same table.
@@ -248,6 +250,11 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
 
     moved = cost.traffic(spec, rows, chosen.table)
     bandwidth, note = _bandwidth(target, read_bandwidth)
+    floor = None if bandwidth is None else cost.floor_us(cost.least_bytes(spec, rows), bandwidth)
+    if floor is not None and isinstance(target, hardware.Gpu) and DTYPE_BYTES[dtype] == 2:
+        computing = cost.flops(spec, rows) / target.bf16_flops * 1e6
+        if computing > floor:
+            floor, note = computing, f"at {target.name}'s {target.bf16_flops / 1e12:,.0f} TFLOP/s; reading takes less"
     line = chosen.timeline
     return Choice(
         schedule=chosen.schedule, kind=chosen.kind, device=target.name,
@@ -255,7 +262,7 @@ def explain(seq_lens: ArrayLike, *, HQ: int, KH: int, D: int, DV: int | None = N
                               requests=lengths.size, longest=int(lengths.max(initial=0))),
         tile=tile, tiles=chosen.table.tiles, segments=len(chosen.table), partials=chosen.partials, workers=workers,
         waves=line.waves, makespan=line.makespan, fill=line.fill, bytes=moved.total, flops=cost.flops(spec, rows),
-        floor_us=None if bandwidth is None else cost.floor_us(moved.least, bandwidth), floor_note=note,
+        floor_us=floor, floor_note=note,
         reason=_reason(chosen, runner_up, workers, asked=asked != "auto"), runner_up=runner_up, spec=spec, rows=rows,
         option=chosen, considered=considered,
     )
