@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from wavefill.spec import DTYPE_BYTES, AttentionSpec, invalid
 
 if TYPE_CHECKING:
@@ -68,6 +66,8 @@ def traffic(spec: AttentionSpec, rows: Rows, table: Table) -> Traffic:
 
 def least_bytes(spec: AttentionSpec, rows: Rows) -> int:
     """Bytes that any kernel moves: the keys and values of each request once, queries and outputs."""
+    import numpy as np  # not with the command line
+
     some = rows.stop > rows.start
     request, start, stop = rows.request[some], rows.start[some], rows.stop[some]
     first = np.flatnonzero(np.diff(request, prepend=-1))  # rows are ordered by request
