@@ -9,7 +9,7 @@ from wavefill.bench.gpu_report import microseconds
 from wavefill.bench.gpu_several import Outcome
 from wavefill.bench.gpu_several_peers import Probe
 from wavefill.bench.report import Cells
-from wavefill.bench.results import is_peer
+from wavefill.bench.results import READ
 
 #: A draft may take this multiple of one token's time, and must leave the best library this multiple behind.
 OVER_ONE, OVER_PEERS = 1.15, 1.05
@@ -59,15 +59,16 @@ def table(outcomes: Sequence[Outcome], found: Sequence[tuple[Outcome, Bar]], uni
 
     found: the bars of the section's cases; the last column names those that a case misses.
     """
-    peers = list(dict.fromkeys(name for o in outcomes for name in (*o.times, *o.absent) if is_peer(name)))
+    others = list(dict.fromkeys(name for o in outcomes for name in (*o.times, *o.absent)
+                                if name not in ("wavefill", READ)))
     header = ["case", "layout", "tokens", "window", "KV", "read floor", f"wavefill ({unit})", "of read", "over first",
-              *(f"{name} ({unit})" for name in peers), "best peer / ours", "error", "bars"]
-    cells = [_cells(outcome, outcomes, peers, unit, [bar for o, bar in found if o is outcome]) for outcome in outcomes]
+              *(f"{name} ({unit})" for name in others), "best peer / ours", "error", "bars"]
+    cells = [_cells(outcome, outcomes, others, unit, [bar for o, bar in found if o is outcome]) for outcome in outcomes]
     used = [i for i in range(len(header)) if any(line[i] != "-" for line in cells)]
     return [header[i] for i in used], [[line[i] for i in used] for line in cells]
 
 
-def _cells(outcome: Outcome, outcomes: Sequence[Outcome], peers: Sequence[str], unit: str,
+def _cells(outcome: Outcome, outcomes: Sequence[Outcome], others: Sequence[str], unit: str,
            found: Sequence[Bar]) -> list[str]:
     def cell(name: str) -> str:
         taken, rate = outcome.seconds(name), outcome.rate(name, unit)
@@ -83,7 +84,7 @@ def _cells(outcome: Outcome, outcomes: Sequence[Outcome], peers: Sequence[str], 
     return [outcome.case, outcome.layout, str(outcome.q_len), str(outcome.window or "-"),
             f"{outcome.kv_bytes / 1e6:,.1f} MB", microseconds(floor) if floor else "-", cell("wavefill"),
             f"{floor / ours:.0%}" if floor and ours else "-", ratio(over_first(outcome, outcomes)),
-            *map(cell, peers), ratio(outcome.best_ratio()),
+            *map(cell, others), ratio(outcome.best_ratio()),
             f"{outcome.errors['wavefill']:.1e}" if "wavefill" in outcome.errors else "-",
             ", ".join(missed) or ("pass" if found else "-")]
 

@@ -1,8 +1,9 @@
-"""Output shared by the commands: JSON on stdout, progress on stderr, and files of results."""
+"""Shared by the commands: JSON on stdout, progress on stderr, files of results, and the text of --prompt."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from wavefill.spec import invalid
 
 #: `--threads` of the commands that measure. Past the limit starting them would end the process, not a sentence.
 Threads = Annotated[int | None, typer.Option(
@@ -27,6 +30,18 @@ def save_json(path: Path, value: Any) -> None:
     """Write `value` to `path` as JSON, making the folder where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_prompt(prompt: str | None) -> str | None:
+    """The text of --prompt: of a file, or of standard input for "-"; None without it."""
+    if prompt is None:
+        return None
+    raw = sys.stdin.buffer.read() if prompt == "-" else Path(os.path.expanduser(prompt)).read_bytes()
+    try:
+        return raw.decode("utf-8").removesuffix("\n")  # the end of the last line is no part of a question
+    except UnicodeDecodeError as error:
+        raise invalid("--prompt", "must be UTF-8 text", f"{prompt} ({error.reason} at byte {error.start})",
+                      "Convert the file.") from None
 
 
 @contextmanager

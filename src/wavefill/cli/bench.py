@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavefill.cli._output import Threads, print_json, progress, save_json
+from wavefill.cli._output import Threads, print_json, progress, read_prompt, save_json
 from wavefill.spec import invalid
 
 if TYPE_CHECKING:
@@ -166,9 +166,7 @@ def quality(
 ) -> None:
     """Measure what each KV format does to a model's text: perplexity, divergence from float32, and the greedy choices
     that stay. K and V are rounded as a cache of the format would; the arithmetic is float32, and nothing is timed."""
-    from wavefill.cli.generate import _read
-
-    text = _read(prompt)
+    text = read_prompt(prompt)
     lengths = _lengths(contexts)
 
     from wavefill.bench.decoding import quiet_transformers

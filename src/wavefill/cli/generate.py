@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavefill.cli._output import Threads, print_json, progress, save_json
+from wavefill.cli._output import Threads, print_json, progress, read_prompt, save_json
 from wavefill.spec import invalid
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ def generate(
     if linear not in _LINEARS:
         raise invalid("--linear", f"must be one of {', '.join(_LINEARS)}", repr(linear), "Use one of these.")
     shape = _shape(config, layers, seed, compare, {"--model": model, "--prompt": prompt})
-    text = _read(prompt)
+    text = read_prompt(prompt)
 
     from wavefill.bench.decoding import quiet_transformers
 
@@ -123,17 +121,6 @@ def generate(
     if any("tokens" in run and not run["tokens"]["acceptable"] for run in runs):
         typer.echo("error: the tokens differ from sdpa's by more than rounding explains", err=True)
         raise typer.Exit(1)
-
-
-def _read(prompt: str | None) -> str | None:
-    if prompt is None:
-        return None
-    raw = sys.stdin.buffer.read() if prompt == "-" else Path(os.path.expanduser(prompt)).read_bytes()
-    try:
-        return raw.decode("utf-8").removesuffix("\n")  # the end of the last line is no part of a question
-    except UnicodeDecodeError as error:
-        raise invalid("--prompt", "must be UTF-8 text", f"{prompt} ({error.reason} at byte {error.start})",
-                      "Convert the file.") from None
 
 
 def _shape(config: str | None, layers: int | None, seed: int | None, compare: str | None,

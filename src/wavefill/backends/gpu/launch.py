@@ -82,8 +82,6 @@ def partial_slots(cut: Cut, B: int, KH: int, workers: int, tiles: int) -> int:
     if cut.kind == STREAM_K:
         return 2 * workers
     units = B * KH
-    if cut.kind == ROUNDS:
-        return units * min(cut.param, max(tiles, 1))
     if cut.kind == CHUNKS:
         bounded = cut.rule == BOUNDED
         pieces = most_invariant_pieces(tiles, KH, cut.param) if bounded else -(-tiles // cut.param)
@@ -239,14 +237,6 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
     slots = 0 if whole else partial_slots(cut, rows, KH, workers, -(-capacity // tile))
     seen = 0 if g.window is None else min(g.window, MAX_LENGTH)
     cuts = (seen, min(capacity, MAX_LENGTH), cut.param, cut.rule)
-    # A kernel that makes rows and joins parts by itself, and one that does the latter.
-    joined = config.copies == "many" and many_build(g.dtype, D, config, cut.kind, 0, scanned, g.switches).joined
-    merges = joined or (config.copies in ("boxes", "rows") and cut.kind == STREAM_K)
-    sizes = (slots * queries * DV, slots * queries, slots * queries, 2 * (2 * rows + 3) if scanned else 0, T * HQ,
-             0 if g.requests is None else 7 * rows + 3)
-    if joined:
-        sizes = slots * many.state_words(DV), 0, 0, 0, T * HQ, 0
-    ends = tuple(accumulate(map(_round, sizes), initial=0))
     strides = (*g.out_strides[:2], *g.lse_strides)
     blocks = -(-queries // config.heads)
 
@@ -262,6 +252,15 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
         attention_args = (*_scales(g.scale, g.softcap), rows, KH, G, queries, g.k[0][1], int(g.causal), *cuts,
                           g.mask[0], *g.q[1][:2], *g.k[1], *g.v[1], *strides,
                           0 if g.table is None else g.table[1][0], g.mask[1], *kernels.values(attention))
+
+    # A kernel that makes rows and joins parts by itself, and one that does the latter.
+    joined = isinstance(attention, many.Launch) and attention.build.joined
+    merges = joined or (config.copies in ("boxes", "rows") and cut.kind == STREAM_K)
+    sizes = (slots * queries * DV, slots * queries, slots * queries, 2 * (2 * rows + 3) if scanned else 0, T * HQ,
+             0 if g.requests is None else 7 * rows + 3)
+    if joined:
+        sizes = slots * many.state_words(DV), 0, 0, 0, T * HQ, 0
+    ends = tuple(accumulate(map(_round, sizes), initial=0))
 
     merge = None
     merge_args: tuple[Any, ...] = ()
@@ -482,8 +481,7 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, table: Te
         attention(stream, capturing, k, v, (*inputs, table_at, seq, starts_at, at[0], *results, sinks, slopes, mask))
     else:
         attention(stream, capturing, k, v, (*inputs, table_at, seq, *results, sinks, slopes))
-    if merge is not None:
-        assert call.merge is not None
+    if call.merge is not None:
         scan = () if call.merge.kernel == "pieces" else (before_at,)
         merge(call.merge_grid, stream, seq, *scan, out_at, lse_at, part_o, part_m, part_l, sinks, *call.merge_args)
 

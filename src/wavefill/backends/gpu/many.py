@@ -71,7 +71,7 @@ class Build(nvrtc.Build):
                   "QUERIES": self.queries, "STAGES": self.stages, "PAGE": self.page, "BOX": self.box,
                   "CAPPED": int(self.capped), "SLOPED": int(self.sloped), "SINKS": int(self.sinks),
                   "MASKED": int(self.masked), "MOST_ROWS": MOST_ROWS, "JOINERS": JOINERS, "LANES": join_lanes or 1,
-                  "SHARED_BYTES": self.dynamic_bytes}
+                  "UNIT_PROGRAMS": slices_of(self.D, join_lanes), "SHARED_BYTES": self.dynamic_bytes}
         macros = {"BF16": int(self.dtype == "bfloat16"), "WIDE": int(self.scanned), "SEVERAL": 1,
                   "JOIN": int(join_lanes > 0)}
         return nvrtc.header(macros, values)
@@ -114,12 +114,17 @@ class Join(nvrtc.Build):
     @property
     def slices(self) -> int:
         """Programs of a unit."""
-        return 8 * max(self.D // 8 * self.lanes // 16, 1)
+        return slices_of(self.D, self.lanes)
 
     @property
     def dynamic_bytes(self) -> int:
         """Dynamic shared memory of a program: the rows."""
         return _ROWS_BYTES
+
+
+def slices_of(D: int, lanes: int) -> int:
+    """Programs of `Join` for a unit."""
+    return 8 * max(D // 8 * lanes // 16, 1)
 
 
 def join_lanes(units: int, programs: int) -> int:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from wavefill.backends.gpu.cursor import (
+    SPLITS,
     STREAM_K,
     batch,
     cut_at,
@@ -178,13 +179,9 @@ def join_pieces(SEQ, OUT, LSE, PART_O, PART_M, PART_L, SINK, B, KH, G, queries, 
     o_b = tl.arange(0, CHUNK)
     o_c = tl.arange(0, DV)
     o_q = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
-    n = tiles_of(SEQ, row, B, window, limit, T, True)
-    first = tl.cast(0, tl.int64)
-    for b0 in range(0, row, CHUNK):
-        before = tiles_of(SEQ, b0 + o_b, B, window, limit, T, True, b0 + o_b < row)
-        first += tl.sum(tl.minimum(before, param), 0)
-    count = tl.minimum(n, param)
-    first = first * KH + head * count
+    count = tl.minimum(tiles_of(SEQ, row, B, window, limit, T, True), param)
+    _tiles, first = _before(SEQ, SEQ, B, KH, row, window, limit, param, 0, o_b, CHUNK, T, SPLITS, False, True)
+    first += head * count
     token = tl.load(SEQ + FIRST * B + row) + o_q // G
     b_head = head * G + o_q % G
     there = (o_q < queries) & (o_q // G < tl.load(SEQ + COUNT * B + row))

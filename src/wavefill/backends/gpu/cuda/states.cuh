@@ -4,8 +4,8 @@
 // 8n + 2 (i % 4) and one further of its two queries, and the last vector their maxima and sums.
 #pragma once
 
-constexpr i32 NEAR = 16; // see `join_slice`
-constexpr i32 SLICES = GROUP / NEAR * ((VECTORS - 2) / (16 / LANES) + 1);
+constexpr i32 NEAR = 16, SLICES = GROUP / NEAR * ((VECTORS - 2) / (16 / LANES) + 1); // see `join_slice`
+static_assert(!JOIN || SLICES == UNIT_PROGRAMS, "as many.py has it");
 
 // What a query's maximum and sum make of its outputs.
 struct Result {

@@ -14,13 +14,6 @@ struct Block {
 __device__ __forceinline__ i32 used_tokens(const Args& a) { return row_word(a, PLANES * i64(a.B)); }
 __device__ __forceinline__ i32 used_rows(const Args& a) { return row_word(a, PLANES * i64(a.B) + 1); }
 
-__device__ __forceinline__ i32 sum_upto(i32 x, i32 lane) {
-    UNROLL_NOT for (i32 d = 1; d < 32; d *= 2) {
-        const i32 other = __shfl_up_sync(ALL, x, d);
-        if (lane >= d) x += other;
-    }
-    return x;
-}
 __device__ __forceinline__ i32 most_upto(i32 x, i32 lane) {
     UNROLL_NOT for (i32 d = 1; d < 32; d *= 2) {
         const i32 other = __shfl_up_sync(ALL, x, d);
@@ -51,7 +44,8 @@ __device__ __forceinline__ void make_rows(const Args& a, i32* rows, i32 lane) {
             const i32 end = most(least(ends[i], a.tokens), begin), tokens = end - begin;
             const i32 blocks = u32(tokens + a.block - 1) / u32(a.block), base = lengths[i] - tokens;
             const u32 some = __ballot_sync(ALL, blocks > 0);
-            const i32 after = __any_sync(ALL, blocks > 1) ? sum_upto(blocks, lane) : __popc(some << (31 - lane));
+            const i32 after = __any_sync(ALL, blocks > 1) ? i32(sum_before(blocks, lane)) + blocks
+                                                          : __popc(some << (31 - lane));
             UNROLL_NOT for (i32 j = 0; j < blocks; j++) {
                 const i32 count = least(tokens - j * a.block, a.block), position = base + j * a.block;
                 const i32 stop = a.causal ? least(lengths[i], position + count) : lengths[i];
