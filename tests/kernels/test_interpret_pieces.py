@@ -19,7 +19,7 @@ def planes(window: int | None) -> tuple[torch.Tensor, int]:
     R = T // BLOCK + len(LENS)
     found = torch.zeros(7 * R + 3, dtype=torch.int32)
     rows.expand[(-(-R // 8),)](torch.tensor(STARTS, dtype=torch.int32), torch.tensor(LENS, dtype=torch.int32), found,
-                               found, 0, len(LENS), R, T, BLOCK, 1, window or 0, 10_000, 4, 8)
+                               found, 0, len(LENS), R, T, BLOCK, 1, window or 0, 10_000, 4, 8, False)
     return found, R
 
 

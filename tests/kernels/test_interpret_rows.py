@@ -28,7 +28,7 @@ def expand(lens: list[int], starts: list[int], tokens: int, block: int, causal: 
     found = torch.full((7 * R + 3 + 8,), -77, dtype=torch.int32)
     rows.expand[(-(-R // size),)](torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), found,
                                   torch.tensor([gate or 0], dtype=torch.int32), int(gate is not None), len(lens),
-                                  R, tokens, block, int(causal), window or 0, limit, chunk, size)
+                                  R, tokens, block, int(causal), window or 0, limit, chunk, size, False)
     assert (found[7 * R + 3 :] == -77).all()
     return found, R
 

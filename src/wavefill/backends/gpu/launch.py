@@ -283,7 +283,7 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
         prefix = prefix_variant(tile, cut.kind, g.switches.several)
         prefix_args = (rows, KH, workers, *cuts, *kernels.values(prefix))
     if g.requests is not None and not joined:
-        expand = expand_variant()
+        expand = expand_variant(pdl)
         expand_args = (g.requests, rows, T, config.block, int(g.causal), *cuts[:2], *kernels.values(expand))
     return Call(expand, prefix, attention, merge, (-(-rows // EXPAND_SIZE), 1, 1), (workers, blocks, 1),
                 merge_grid, expand_args, prefix_args, attention_args, merge_args,

@@ -183,7 +183,8 @@ class Kernel:
     def __init__(self, launch: Launch, device: int) -> None:
         self._launch, self._device, build = launch, device, launch.build
         self._counted = build.joined and launch.join is None
-        self._grid = hopper.Grid(nvrtc.function(build, device), launch.programs, 1, THREADS, build.dynamic_bytes)
+        self._grid = hopper.Grid(nvrtc.function(build, device), launch.programs, 1, THREADS, build.dynamic_bytes,
+                                 follows=not (build.joined or build.scanned))
         self._join = None
         if launch.join is not None:
             join, programs = launch.join

@@ -34,7 +34,7 @@ def _larger(a, b):
 
 @triton.jit
 def expand(STARTS, LENS, ROWS, GATE, gated, B, R, T, block, causal, window, limit, CHUNK: tl.constexpr,
-           SIZE: tl.constexpr):
+           SIZE: tl.constexpr, PDL: tl.constexpr):
     """STARTS [B + 1], LENS [B]: `cu_seqlens_q` and `seq_lens`; ROWS: see above. A program fills SIZE entries of R.
 
     block:  query tokens of a row at most.
@@ -42,9 +42,13 @@ def expand(STARTS, LENS, ROWS, GATE, gated, B, R, T, block, causal, window, limi
     gated:  whether there is a GATE [1]. Where it holds 0 there are no rows, and all T tokens count as some request's,
             so that the kernels after this one write nothing.
 
+    PDL:    whether the kernel after this one may begin with it; it waits for the rows by itself.
+
     Rows are ordered by request, then by block. Every program looks at all requests, CHUNK at a time, and counts for
     each of its rows those that end before it.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     o_r = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     o_b = tl.arange(0, CHUNK)
     request = tl.zeros([SIZE], tl.int32)

@@ -66,9 +66,9 @@ def prefix_variant(tile: int, kind: int, several: bool = False) -> Variant:
                    8, unaligned=("SEQ",))
 
 
-def expand_variant() -> Variant:
+def expand_variant(pdl: bool) -> Variant:
     """The kernel that makes rows of query offsets: one for all."""
-    return Variant("expand", "float32", constants({"CHUNK": EXPAND_CHUNK, "SIZE": EXPAND_SIZE}), 4,
+    return Variant("expand", "float32", constants({"CHUNK": EXPAND_CHUNK, "SIZE": EXPAND_SIZE, "PDL": pdl}), 4,
                    unaligned=("STARTS", "LENS", "GATE"))
 
 
@@ -80,7 +80,7 @@ def triton_variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: i
     """
     found = [prefix_variant(config.tile, kind, switches.several)]
     if switches.several:
-        found.append(expand_variant())
+        found.append(expand_variant(pdl))
     for scanned in (False, True):
         if attention:
             found.append(attention_variant(dtype, D, DV, G, config, kind, page is not None, scanned, True, pdl,

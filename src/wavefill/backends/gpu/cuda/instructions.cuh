@@ -16,6 +16,11 @@ __device__ __forceinline__ void reads_end() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
 }
+// 16 bytes on their way to shared memory, zeros unless `there`; and the end of all that a thread asked for.
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // The copy engine brings a row and counts its bytes at a barrier. Multiples of 16, size and addresses.
 __device__ __forceinline__ void copy_row(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

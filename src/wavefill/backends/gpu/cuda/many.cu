@@ -57,9 +57,11 @@ constexpr bool TOGETHER = QUERIES == 64;
 constexpr bool JOINED = TOGETHER && KIND == STREAM_K && !SCANNED;
 constexpr i32 GROUP = 128, GROUPS = 2, THREADS = GROUP * (GROUPS + 1), PLANES = 7; // of rows
 constexpr i32 READERS = TOGETHER ? 4 : 8; // warps that read a tile
+constexpr i32 SIDES = TOGETHER ? 2 : 1;   // segments whose queries are there
 constexpr i32 SCORES = T / 2, OUTPUTS = DV / 2; // registers of a thread
 constexpr i32 VECTORS = OUTPUTS / 4 + 1;        // of a thread's state, the last one its maxima and sums
 constexpr i32 STATE_WRITTEN = 4, STATE_READ = 5; // where groups meet
+constexpr i32 TURN = 4;                          // of the groups, two barriers, where they do not join states
 constexpr i64 L2_BYTES = 36 << 20; // of K and V that programs share, most of what there is
 constexpr float LN2 = 0.69314718056f;
 static_assert(D == DV && PIECES * BOXES_OF <= 32, "a lane asks for a box");
@@ -88,9 +90,9 @@ struct Place {
 
 struct Shared {
     i32 rows[JOINED ? PLANES * MOST_ROWS + 2 : 1];
-    alignas(1024) unsigned char q[TOGETHER ? 2 : 1][Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
+    alignas(1024) unsigned char q[SIDES][Q_BYTES], k[STAGES][SIDE], v[STAGES][SIDE];
     float4 state[TOGETHER ? VECTORS : 1][TOGETHER ? GROUP : 1];
-    u64 k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES], q_full[2], q_free[2];
+    u64 k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES], q_full[SIDES], q_free[SIDES];
     Place places[GROUPS * 4]; // of the warps that multiply, whose registers are full meanwhile
     i32 last;
 };
@@ -147,25 +149,24 @@ __device__ __forceinline__ void bring(const Maps& maps, const Args& a, Shared& s
 __device__ __forceinline__ void load_queries(const Args& a, unsigned char* to, const Block& block, i32 head, i32 from,
                                              i32 share, i32 thread, i32 threads) {
     const i32 queries = block.count * a.G;
-#pragma unroll 4
-    for (i32 x = thread; x < share * D / 8; x += threads) {
+    UNROLL_NOT for (i32 x = thread; x < share * D / 8; x += threads) {
         const i32 r = from + x / (D / 8), column = x % (D / 8), token = u32(r) / u32(a.G);
-        uint4 value = make_uint4(0, 0, 0, 0); // past them
-        if (r < queries)
-            value = __ldg(reinterpret_cast<const uint4*>(a.q + (block.first + token) * a.q_b +
-                                                         (i64(head) * a.G + r - token * a.G) * a.q_h) + column);
-        *reinterpret_cast<uint4*>(to + column / 8 * Q_PIECE + r * 128 + ((column % 8) ^ (r & 7)) * 16) = value;
+        const bool there = r < queries;
+        const u16* row = a.q + (block.first + token) * a.q_b + (i64(head) * a.G + r - token * a.G) * a.q_h;
+        copy_16(shared_address(to) + column / 8 * Q_PIECE + r * 128 + ((column % 8) ^ (r & 7)) * 16,
+                there ? row + column * 8 : a.q, there);
     }
+    copies_end();
+    writes_end();
 }
 
-// Two warps bring the queries of segments, one ahead; those of the first more threads bring sooner.
+// Two warps bring the queries of segments as soon as there is room; those of the first more threads bring sooner.
 __device__ __forceinline__ void bring_queries(const Args& a, Shared& sh, i32 param, i32 thread, i32 lane) {
     i32 segments = 0;
     for (Walk walk(a, param, lane); walk.more(); walk.next(), segments++) {
-        const i32 side = segments % 2;
-        barrier_wait(shared_address(sh.q_free + side), segments / 2 % 2 ^ 1);
+        const i32 side = segments % SIDES;
+        barrier_wait(shared_address(sh.q_free + side), segments / SIDES % 2 ^ 1);
         if (segments) load_queries(a, sh.q[side], Block(a, walk.c.row), walk.c.head, 0, QUERIES, thread, 64);
-        writes_end();
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(sh.q_full + side));
     }
@@ -201,18 +202,20 @@ struct Attention {
     }
 
     __device__ __forceinline__ void score(u32 k, i32 side) {
-        const u32 q = shared_address(sh.q[TOGETHER ? side : 0]) + (TOGETHER ? 0 : group * 64 * 128);
+        const u64 queries = pieces_at(shared_address(sh.q[side]) + (TOGETHER ? 0 : group * 64 * 128), 16);
+        const u64 keys = pieces_at(k, 16);
         products_begin();
 #pragma unroll
         for (i32 j = 0; j < D / 16; j++)
-            Product<T>::shared(s, pieces_at(q + j / 4 * Q_PIECE + j % 4 * 32, 16),
-                               pieces_at(k + j / 4 * PIECE + j % 4 * 32, 16), j > 0);
+            Product<T>::shared(s, queries + (j / 4 * Q_PIECE + j % 4 * 32) / 16, keys + (j / 4 * PIECE + j % 4 * 32) / 16,
+                               j > 0);
         products_issued();
     }
     __device__ __forceinline__ void weigh(u32 v) {
+        const u64 values = pieces_at(v, PIECE);
         products_begin();
 #pragma unroll
-        for (i32 j = 0; j < T / 16; j++) Product<DV>::registers(o, p + 4 * j, pieces_at(v + j * 2048, PIECE));
+        for (i32 j = 0; j < T / 16; j++) Product<DV>::registers(o, p + 4 * j, values + j * 2048 / 16);
         products_issued();
     }
 
@@ -293,6 +296,15 @@ struct Attention {
         meet<GROUP>(2 + group);
     }
 
+    // Groups that read the same tiles ask for products in turns: one turns scores into weights while the products of the
+    // other run. The second group gives the first turn.
+    __device__ __forceinline__ void take_turn() const {
+        if (!TOGETHER) meet<GROUP * GROUPS>(TURN + group);
+    }
+    __device__ __forceinline__ void give_turn() const {
+        if (!TOGETHER) signal<GROUP * GROUPS>(TURN + 1 - group);
+    }
+
     // side: where the queries are.
     __device__ __forceinline__ void attend(const Block& block, const Cursor& c, Stage stage, i32 side) {
         const i32 step = TOGETHER ? 2 : 1, begin = c.first + c.t + (TOGETHER ? group : 0), end = c.first + c.end;
@@ -300,36 +312,46 @@ struct Attention {
         auto free = [&](u64* barriers, i32 at) {
             if (lane == 0) barrier_arrive(shared_address(barriers + at));
         };
+        auto free_queries = [&](i32 tile) { // after the last products that read them
+            if (tile + step >= end) free(sh.q_free, side);
+        };
         auto full = [&](u64* barriers, const Stage& s) { barrier_wait(shared_address(barriers + s.at), s.phase); };
         auto pass = [&]() { // the tile that makes their number even
             full(sh.k_full, stage), free(sh.k_free, stage.at);
             full(sh.v_full, stage), free(sh.v_free, stage.at);
         };
-        if (begin >= end) return pass();
+        if (begin >= end) return free_queries(begin), pass();
         float factor[2];
         full(sh.k_full, stage);
         score(shared_address(sh.k[stage.at]), side);
         products_wait<0>();
         hold(s);
-        free(sh.k_free, stage.at);
+        free(sh.k_free, stage.at), free_queries(begin);
         soften(block, begin * T, factor);
         round_weights();
         UNROLL_NOT for (i32 tile = begin + step; tile < end; tile += step) {
             Stage next = stage;
             next.advance(step);
             full(sh.k_full, next);
+            take_turn();
             score(shared_address(sh.k[next.at]), side);
             full(sh.v_full, stage);
             clean(block, (tile - step) * T, sh.v[stage.at]);
             weigh(shared_address(sh.v[stage.at]));
+            give_turn();
             products_wait<1>();
             hold(s);
-            free(sh.k_free, next.at);
-            const bool grown = soften(block, tile * T, factor);
-            products_wait<0>();
-            hold(o), hold(p);
+            free(sh.k_free, next.at), free_queries(tile);
+            const bool grown = __any_sync(ALL, soften(block, tile * T, factor));
+            if (grown) {
+                products_wait<0>();
+                hold(o), hold(p);
+                rescale(factor);
+            } else {
+                products_wait<0>();
+                hold(o), hold(p);
+            }
             free(sh.v_free, stage.at);
-            if (__any_sync(ALL, grown)) rescale(factor);
             round_weights();
             stage = next;
         }
@@ -417,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(shared_address(sh.k_full + i), 1), barrier_init(shared_address(sh.v_full + i), 1);
             barrier_init(shared_address(sh.k_free + i), READERS), barrier_init(shared_address(sh.v_free + i), READERS);
         }
-        for (i32 i = 0; i < 2; i++)
+        for (i32 i = 0; i < SIDES; i++)
             barrier_init(shared_address(sh.q_full + i), 2), barrier_init(shared_address(sh.q_free + i), GROUPS * 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -426,40 +448,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (at < (a.requests - 1) * a.t_b + a.limit / (PAGE ? PAGE : 1)) prefetch(a.table + at);
     }
     if (JOINED && warp == 1) make_rows(a, sh.rows, lane);
+    if (!JOINED) asm volatile("griddepcontrol.wait;" ::: "memory"); // for the rows
     const i32 param = Walk::parameter(a, lane);
     __syncthreads();
     if (warp < 4) {
         fewer_registers<56>();
         if (warp < 2) bring(maps, a, sh, param, warp, lane);
-        if (TOGETHER && warp >= 2) bring_queries(a, sh, param, threadIdx.x - 64, lane);
+        if (warp >= 2) bring_queries(a, sh, param, threadIdx.x - 64, lane);
         if ((JOINED || (KIND == ROUNDS && a.param == 1)) && warp >= 2) write_empty(a, threadIdx.x - 64, 64);
         return;
     }
     more_registers<224>();
     Attention it = {a, sh, i32(threadIdx.x % GROUP), i32(threadIdx.x / GROUP) - 1, warp % 4, lane};
+    if (it.group == 1) it.give_turn();
     Stage stage;
     i32 segments = 0;
     for (Walk walk(a, param, lane); walk.more(); walk.next(), segments++) {
         const Block block(a, walk.c.row);
-        const i32 side = segments % 2;
+        const i32 side = segments % SIDES;
         it.begin(block, walk.c.head);
-        if (TOGETHER) {
-            if (segments == 0) {
-                load_queries(a, sh.q[0], block, walk.c.head, it.group * 32, 32, it.thread, GROUP);
-                writes_end();
-                meet<GROUP * GROUPS>(1);
-            }
-            barrier_wait(shared_address(sh.q_full + side), segments / 2 % 2);
-        } else {
-            meet<GROUP>(2 + it.group); // products that read the queries before these are done
-            load_queries(a, sh.q[0], block, walk.c.head, it.group * 64, 64, it.thread, GROUP);
-            writes_end();
-            meet<GROUP>(2 + it.group);
+        if (segments == 0) {
+            load_queries(a, sh.q[0], block, walk.c.head, it.group * (QUERIES / 2), QUERIES / 2, it.thread, GROUP);
+            meet<GROUP * GROUPS>(1);
         }
+        barrier_wait(shared_address(sh.q_full + side), segments / SIDES % 2);
         if (lane == 0) sh.places[warp - 4] = walk;
         __syncwarp();
         it.attend(block, walk.c, stage, side);
-        if (TOGETHER && lane == 0) barrier_arrive(shared_address(sh.q_free + side));
         static_cast<Place&>(walk) = sh.places[warp - 4];
         __syncwarp();
         it.sum_lanes();

@@ -18,10 +18,11 @@
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// Rows in pieces as a product reads them. `along` is the distance between pieces where the columns are those of the
-// result (V); where they are summed over (Q, K) the steps are added to the address.
+// Rows in pieces as a product reads them, for all lanes from the address of the first: products take it from registers
+// of the warp, and wait for each other where that has to be worked out by lanes. `along` is the distance between pieces
+// where the columns are those of the result (V); where they are summed over (Q, K) a step adds its bytes / 16.
 __device__ __forceinline__ u64 pieces_at(u32 at, u32 along) {
-    return u64((at & 0x3ffff) >> 4) | u64(along >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+    return u64((__shfl_sync(0xffffffff, at, 0) & 0x3ffff) >> 4) | u64(along >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
 // c [64, N] += a [64, 16] b [16, N], or = where `keep` is 0. `shared`: a and b by descriptor, both with their 16
