@@ -12,7 +12,7 @@ import pytest
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILING = ["test_compile.py", "test_cuda_schedule.py"]
+COMPILING = ["test_compile.py", "test_cuda_schedule.py", "test_products.py"]
 
 #: What runs kernels, and what looks into the interpreter.
 RUNNING = ["test_interpret_decode.py", "test_interpret_several.py", "test_cases.py", "test_cases_scores.py"]
