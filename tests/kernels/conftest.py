@@ -17,7 +17,7 @@ COMPILING = ["test_compile.py", "test_cuda_schedule.py", "test_products.py"]
 #: What runs kernels, and what looks into the interpreter.
 RUNNING = ["test_interpret_decode.py", "test_interpret_several.py", "test_cases.py", "test_cases_scores.py"]
 INTERPRETING = ["test_interpret_schedule.py", "test_interpret_rows.py", "test_interpret_libraries.py",
-                "test_interpret_append.py", "test_interpret_pieces.py"]
+                "test_interpret_append.py", "test_interpret_pieces.py", "test_interpret_fused.py"]
 
 collect_ignore = (COMPILING if INTERPRET else INTERPRETING if torch.cuda.is_available() else RUNNING + INTERPRETING)
 

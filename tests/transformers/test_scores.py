@@ -112,10 +112,10 @@ def test_every_layer_passes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
     real = kernels.attention
 
-    def noted(*args: Any, scale: float, window: int | None, options: Any) -> Tensor:
+    def noted(*args: Any, scale: float, window: int | None, options: Any, **more: Any) -> Tensor:
         sinks = None if options.sinks is None else options.sinks.tolist()
         seen.append((round(scale**-2, 3), window, options.softcap, sinks))
-        return real(*args, scale=scale, window=window, options=options)
+        return real(*args, scale=scale, window=window, options=options, **more)
 
     monkeypatch.setattr(kernels, "attention", noted)
     want = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavefill.bench.decoding import Decoder, OnToken
 from wavefill.bench.divergence import Comparison, compare
+from wavefill.bench.shapes import _WITHOUT_SDPA
 from wavefill.bench.timing import ReadBandwidth
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Timing:
 class Result:
     """Both implementations on one prompt.
 
+    sdpa:           of the model's own attention: eager, where sdpa isn't exact.
     read_bandwidth: bytes per second, the median of passes made between the blocks.
     kv_bytes:       read by one token at the full context beyond those at the short context.
     """
@@ -93,13 +95,15 @@ class Result:
         }
 
 
-def load(folder: Path, dtype: str) -> Any:
-    """The model of `folder` on the CPU in `dtype`, with sdpa as its attention."""
+def load(folder: Path, dtype: str, device: str = "cpu") -> Any:
+    """The model of `folder` on `device` in `dtype`, with sdpa as its attention: eager, where sdpa isn't exact."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True).eval()
+        folder, dtype=getattr(torch, dtype), local_files_only=True,
+        attn_implementation="eager" if config.model_type in _WITHOUT_SDPA else "sdpa").to(device).eval()
 
 
 def decode(
@@ -144,7 +148,7 @@ def run(
     comparison = compare((ours.tokens, theirs.tokens), (ours.logits, theirs.logits), precise_at,
                          float(torch.finfo(model.dtype).eps))
     middle = len(prompt) + new_tokens / 2
-    grown = _kv_bytes(model, middle) - _kv_bytes(model, SHORT_CONTEXT + BLOCK / 2)
+    grown = kv_bytes(model, middle) - kv_bytes(model, SHORT_CONTEXT + BLOCK / 2)
     return Result(Timing(ours.first, tuple(ours.steps), short[0]), Timing(theirs.first, tuple(theirs.steps), short[1]),
                   bandwidth.median(), grown, tuple(ours.tokens), comparison)
 
@@ -179,14 +183,20 @@ def _sdpa(model: Any, prompt: list[int]) -> Decoder:
     return Decoder("sdpa", model, prompt, disable)
 
 
-def _kv_bytes(model: Any, context: float) -> float:
-    """Bytes of K and V that one token reads at `context`, over all layers."""
+def kv_bytes(model: Any, context: float) -> float:
+    """Bytes of K and V that one token reads at `context`, over all layers that have them."""
     config = model.config.get_text_config()
+    seen = sum(context if window is None else min(context, window) for window in windows(config))
+    return float(seen * config.num_key_value_heads * 2 * head_dim(config) * model.dtype.itemsize)
+
+
+def windows(config: Any) -> tuple[int | None, ...]:
+    """The window of each layer with K and V, None for those that see everything."""
     window = config.sliding_window if getattr(config, "use_sliding_window", True) and getattr(
         config, "sliding_window", None) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    seen = sum(min(context, window) if window and kind == "sliding_attention" else context for kind in kinds)
-    return float(seen * config.num_key_value_heads * 2 * head_dim(config) * model.dtype.itemsize)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds
+                 if kind in ("full_attention", "sliding_attention"))
 
 
 def head_dim(config: Any) -> int:

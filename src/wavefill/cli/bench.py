@@ -1,9 +1,9 @@
-"""`wavefill bench kernels | overhead | quality`: the kernel suite against its peers, the cost of a call, and what KV
-formats do to a model's text."""
+"""`wavefill bench kernels | e2e | overhead | quality`: the kernel suite against its peers, whole models, the cost of a
+call, and what KV formats do to a model's text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from wavefill.bench.results import RowResult
     from wavefill.bench.suites import Suite
 
-app = typer.Typer(help="Measure kernels (the default), calls and KV formats on this machine.",
+app = typer.Typer(help="Measure kernels (the default), whole models, calls and KV formats on this machine.",
                   invoke_without_command=True, pretty_exceptions_enable=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -135,6 +135,132 @@ def _fail_if_wrong(results: Sequence[RowResult]) -> None:
                     if name.startswith("wavefill"))
         typer.echo(f"error: wavefill {'gave a wrong result' if wrong else 'failed on a row'}", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def e2e(
+    device: Annotated[str, typer.Option(help="cpu, or cuda for the current GPU.")] = "cpu",
+    config: Annotated[str | None, typer.Option(
+        help="A model of this published shape with random weights (an unknown name lists them all). Without it and "
+             "--model: llama-3.1-8b on a GPU.")] = None,
+    model: Annotated[str | None, typer.Option(
+        help="In place of --config: smollm2, or a folder with a model in transformers' format. Without it and "
+             "--config: smollm2 on a CPU.")] = None,
+    layers: Annotated[int | None, typer.Option(help="With --config: build its first layers only.")] = None,
+    contexts: Annotated[str | None, typer.Option(
+        help="Tokens of a row at the last step, the new ones included, with commas between; k stands for 1024. Without "
+             "it: 4k,16k,64k,128k on a GPU and 1k,4k on a CPU, or none with --ratios.")] = None,
+    batches: Annotated[str | None, typer.Option(
+        help="Rows that decode together, with commas between; 1,8,32 on a GPU and 1 on a CPU, or 1 with --ratios "
+             "alone.")] = None,
+    new_tokens: Annotated[int, typer.Option(
+        min=16, help="Tokens to decode for each row; the first comes from the prompt, and 8 more are not counted.",
+    )] = 64,
+    ways: Annotated[str | None, typer.Option(
+        help="wavefill, wavefill-fused, sdpa (the model's own attention and cache; eager where sdpa isn't exact), "
+             "static (with a static cache) and flash (FlashAttention-2), with commas between, or all. Without it: the "
+             "first three on a GPU, wavefill and sdpa on a CPU.")] = None,
+    dtype: Annotated[str | None, typer.Option(
+        help="Of weights and KV: bfloat16, float16 or float32. Without it: bfloat16 on a GPU, float32 on a CPU.",
+    )] = None,
+    ratios: Annotated[str | None, typer.Option(
+        help="Time whole requests of --total tokens too, for these ratios of prompt to output, such as "
+             "32:1,8:1,1:1,1:4.")] = None,
+    total: Annotated[str, typer.Option(help="With --ratios: tokens of a request.")] = "8k",
+    whole: Annotated[bool, typer.Option(
+        "--whole", help="With --ratios: decode every token, where otherwise only --new-tokens at the beginning and at "
+                        "the end are.")] = False,
+    limit_s: Annotated[float, typer.Option(
+        "--limit-s", min=1.0, help="Seconds that a measurement may be expected to take; others are skipped.")] = 20.0,
+    stop_after: Annotated[float | None, typer.Option(
+        min=1.0, help="Seconds after which no measurement is begun; building the model is not counted.")] = None,
+    energy: Annotated[bool, typer.Option("--energy", help="On a GPU: joules of a token too, from NVML.")] = False,
+    profile: Annotated[bool, typer.Option(
+        "--profile", help="On a GPU: what share of a step attention takes, from torch.profiler over a few more "
+                          "steps.")] = False,
+    threads: Threads = None,
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Measure whole models in transformers' generate(): time to the first token, time of a token, its share of the
+    roofline (weights and KV, over the read bandwidth of the same run) and memory, by several ways to decode."""
+    import math
+
+    from wavefill.bench import e2e_gpu_cases as cases
+
+    if device not in ("cpu", "cuda"):
+        raise invalid("--device", "must be cpu or cuda", repr(device), "Use one of these.")
+    on_gpu = device == "cuda"
+    for option, given in (("--energy", energy), ("--profile", profile)):
+        if given and not on_gpu:
+            raise invalid(option, "is for --device cuda", "--device cpu", "Leave it out.")
+    kind = dtype or ("bfloat16" if on_gpu else "float32")
+    if kind not in ("bfloat16", "float16", "float32"):
+        raise invalid("--dtype", "must be bfloat16, float16 or float32", repr(dtype), "Use one of these.")
+    chosen = cases.ways(ways, device)
+    several = "1,8,32" if on_gpu and (contexts or not ratios) else "1"
+    rows = cases.tokens(batches or several, "--batches")
+    grid = "" if ratios and not contexts else contexts or ("4k,16k,64k,128k" if on_gpu else "1k,4k")
+    work = cases.grid(cases.tokens(grid, "--contexts"), rows, new_tokens) if grid else []
+    if ratios:
+        pairs, tokens = cases.ratio_list(ratios), cases.tokens(total, "--total")[-1]
+        work += [case for batch in rows for case in cases.requests(pairs, tokens, new_tokens, batch, whole=whole)]
+    elif whole:
+        raise invalid("--whole", "needs --ratios", "no --ratios", "Leave it out, or give ratios.")
+    if config is not None and model is not None:
+        raise invalid("--model", "must be left out with --config, which names a model of its own", repr(model),
+                      "Leave one of the two out.")
+    if config is None and model is None:
+        config, model = ("llama-3.1-8b", None) if on_gpu else (None, "smollm2")
+
+    from wavefill.bench.decoding import quiet_transformers
+
+    with quiet_transformers():
+        from wavefill.bench import e2e_gpu, e2e_gpu_report, gpu, probing
+
+        if on_gpu:
+            gpu.require()
+        used = _threads(threads)
+        with progress(json) as bar:
+            made, name = _built(config, model, layers, kind, device, bar)
+            bench = e2e_gpu.Bench(made, energy=energy, profile=profile, limit=limit_s,
+                                  stop_after=math.inf if stop_after is None else stop_after)
+            facts = {**(gpu.facts() if on_gpu else {}), "device": device, "model": name, "dtype": kind,
+                     "new_tokens": new_tokens, "limit_s": limit_s, **e2e_gpu.sizes(bench.size),
+                     "read_bandwidth_gbs": bench.bandwidth and bench.bandwidth / 1e9}
+            said, found = probing.provenance(used), []
+
+            def done(outcome: e2e_gpu.Outcome) -> None:
+                found.append(outcome.to_dict())
+                typer.echo(e2e_gpu_report.line(outcome), err=True)
+                if output is not None and output.suffix != ".md":  # a run that is cut short leaves what it has
+                    save_json(output, {**said, **facts, "results": found, "notes": bench.notes})
+
+            outcomes = bench.run(work, chosen, bar, done)
+    requests = e2e_gpu.whole_requests(outcomes)
+    facts["requests"] = [request.to_dict() for request in requests]
+    tables = [e2e_gpu_report.table(outcomes), *([e2e_gpu_report.request_table(requests)] if requests else [])]
+    floor = [] if bench.bandwidth is None else [f"read floor of this run: {bench.bandwidth / 1e9:,.0f} GB/s"]
+    _emit(used, facts, outcomes, tables, [name, *floor, *bench.notes, *e2e_gpu_report.notes(outcomes, requests)],
+          output, json)
+    if not any(outcome.absent is None for outcome in outcomes):
+        typer.echo("error: nothing was measured; the notes say why", err=True)
+        raise typer.Exit(1)
+
+
+def _built(config: str | None, model: str | None, layers: int | None, dtype: str, device: str,
+           report: Callable[[str, float], None]) -> tuple[Any, str]:
+    """The model on its device, and what it is called."""
+    from wavefill.bench import e2e, models, shapes
+
+    if config is not None:
+        shape = shapes.find(config, layers)
+        report(f"building {shape}", 0.0)
+        return shapes.build(shape, dtype, 0, device), str(shape)
+    if layers is not None:
+        raise invalid("--layers", "needs --config", layers, "Leave it out, or name a shape.")
+    folder = models.resolve(model or "smollm2", report)
+    return e2e.load(folder, dtype, device), f"{model} ({folder.name})"
 
 
 @app.command()

@@ -32,7 +32,8 @@ POINTERS = {"SEQ": "*i32", "TABLE": "*i32", "BEFORE": "*i64", "LSE": "*fp32", "P
             "ROWS": "*i32", "GIVEN": "*i32", "FLAGS": "*i32", "GATE": "*i32", "FOUND": "*fp32", "SLOTS": "*i64",
             "LSES": "*fp32"}
 #: Pointers to elements of the dtype of a variant.
-ELEMENTS = ("Q", "K", "V", "OUT", "NEW_K", "NEW_V", "OUTS")
+ELEMENTS = ("Q", "K", "V", "OUT", "NEW_K", "NEW_V", "OUTS", "X", "DELTA", "SUM", "WEIGHT", "QKV", "COS", "SIN",
+            "Q_WEIGHT", "K_WEIGHT", "GATE_UP")
 TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -40,7 +41,8 @@ TRITON_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 class Variant:
     """One kernel with its compile-time choices.
 
-    kernel:    "portable", "merge", "pieces", "prefix", "expand", "enter", "leave", "write" or "join_states".
+    kernel:    "portable", "merge", "pieces", "prefix", "expand", "enter", "leave", "write", "join_states", "norm",
+               "rotate" or "gate".
     dtype:     of q, K, V and the output.
     constants: compile-time arguments, as sorted pairs.
     aligned:   arguments that are multiples of 16 (pointers always are, but for those in `unaligned`).
@@ -73,7 +75,7 @@ def source(variant: Variant) -> Any:
             signature[name] = f"*{element}"
         elif name in POINTERS:
             signature[name] = POINTERS[name]
-        elif name in ("qk_scale", "cap"):
+        elif name in ("qk_scale", "cap", "eps"):
             signature[name] = "fp32"
         else:
             signature[name] = "i64" if name.startswith("s_") else "i32"
@@ -90,11 +92,11 @@ def options(variant: Variant) -> dict[str, Any]:
 
 def function(kernel: str) -> Any:
     """The kernel's function, as Triton made it."""
-    from wavefill.backends.gpu import append, around, merge, portable, rows, states
+    from wavefill.backends.gpu import append, around, fused, merge, portable, rows, states
 
     return {"portable": portable.attend, "merge": merge.merge, "pieces": merge.join_pieces, "prefix": merge.prefix,
             "expand": rows.expand, "enter": around.enter, "leave": around.leave, "write": append.write,
-            "join_states": states.join_states}[kernel]
+            "join_states": states.join_states, "norm": fused.norm, "rotate": fused.rotate, "gate": fused.gate}[kernel]
 
 
 @cache

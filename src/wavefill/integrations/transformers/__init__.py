@@ -24,13 +24,13 @@ except ImportError as error:
 
 from transformers import PreTrainedModel
 
-from wavefill.integrations.transformers import continuous, linears
+from wavefill.integrations.transformers import continuous, fused, graphs, linears
 from wavefill.integrations.transformers.attention import register
 from wavefill.integrations.transformers.cache import WavefillCache
 from wavefill.integrations.transformers.hooks import after, before
 from wavefill.integrations.transformers.names import name_over, previous_of
 from wavefill.integrations.transformers.support import PREVIOUS, check_model, decoder_of
-from wavefill.spec import UnsupportedModel, invalid
+from wavefill.spec import UnsupportedModel, invalid, invalid_type
 
 __all__ = ["WavefillCache", "disable", "enable"]
 
@@ -43,22 +43,29 @@ register()
 _HANDLES = "_wavefill_handles"
 
 
-def enable(model: Model, kv_format: str = "auto", linear: str = "torch") -> Model:
+def enable(model: Model, kv_format: str = "auto", linear: str = "torch", fuse: bool = False) -> Model:
     """Decode `model` through wavefill, in place, and return it. Enabling twice is the same as once.
 
     From then on `model.generate(...)`, `model(...)` and `model.generate_batch(...)` keep K and V in a paged cache that
-    is written in place, and attend to it through wavefill's kernels. Prompts run at the speed that PyTorch has.
-    Forwards that train, or run without a cache, are left as they were. `disable` undoes all of it.
+    is written in place, and attend to it through wavefill's kernels. Prompts run at the speed that PyTorch has or, on a
+    GPU, the best attention kernel there. On a GPU a step of one token a row is captured as a CUDA graph, and the pages
+    of a cache that is no more are kept for the next one until `disable`. Forwards that train, or run without a cache,
+    are left as they were. `disable` undoes all of it.
 
-    model:     a decoder on the CPU, of any head (`AutoModelForCausalLM`, or the bare `AutoModel`), of the families
-               Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-2, Gemma-3 (text), gpt-oss, Qwen3-Next, LFM2 or Granite 4
-               (hybrid). In the last three the layers that have states in place of K and V stay as they are.
+    model:     a decoder on the CPU or one GPU, of any head (`AutoModelForCausalLM`, or the bare `AutoModel`), of the
+               families Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-2, Gemma-3 (text), gpt-oss, Qwen3-Next, LFM2 or
+               Granite 4 (hybrid). In the last three the layers that have states in place of K and V stay as they are.
     kv_format: "auto" keeps K and V in the model's own dtype.
     linear:    "torch" leaves the linear layers alone. "flat" has each plain `torch.nn.Linear` of `model`, a head
                included, compute calls of up to 16 rows (batch x tokens) with wavefill's kernel, which reads the weights
                once: faster where PyTorch's product falls short of the memory bus, with other rounding. Other calls,
                and any that record gradients, run under autocast or are compiled, stay PyTorch's. Enabling again with
-               the other word switches back and forth.
+               the other word switches back and forth. For models on the CPU.
+    fuse:      whether layers of a 16-bit model on a GPU compute calls of up to 64 tokens in fewer launches: Q, K and V
+               in one product, gate and up in one, norms with the sum before them, RoPE, SiLU. The weights of such a
+               product come to lie side by side, each there once; parameters, state dicts and saved models stay what
+               they are. Families Llama, Mistral, Qwen2, Qwen3 and Phi-3; layers with adapters, quantised weights or
+               hooks stay as they are. Other rounding. Enable again after `model.to()`, which parts the weights.
 
     Raises `UnsupportedModel` for a model that would not be served exactly, before anything is changed.
     """
@@ -67,7 +74,11 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch") -> Mode
     if not isinstance(linear, str) or linear not in linears.LINEARS:
         raise invalid("linear", 'must be "torch" or "flat"', repr(linear),
                       '"torch" leaves the linear layers alone, "flat" has wavefill compute calls of a few rows.')
+    if not isinstance(fuse, bool):
+        raise invalid_type("fuse", "must be a bool", repr(fuse), "Pass fuse=True to compute layers in fewer launches.")
     decoder = check_model(model)
+    if fuse:
+        fused.check(model)
     current = model.config._attn_implementation
     # A name of ours may belong to a running continuous-batching manager, and stays.
     if previous_of(current) is None:
@@ -84,6 +95,8 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch") -> Mode
         )
     continuous.attach(model)
     linears.choose(model, linear)
+    fused.choose(model, fuse)
+    graphs.attach(decoder)
     return model
 
 
@@ -94,9 +107,11 @@ def disable(model: Model) -> Model:
     """
     decoder = decoder_of(model)
     linears.choose(model, "torch")
+    fused.choose(model, False)
     if _HANDLES not in decoder.__dict__:
         return model
     continuous.detach(model)
+    graphs.detach(decoder)
     for handle in decoder.__dict__.pop(_HANDLES):
         handle.remove()
     previous = previous_of(model.config._attn_implementation)

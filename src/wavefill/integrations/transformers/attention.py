@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from wavefill.cache import KVPages
 from wavefill.integrations.transformers import continuous, kernels
 from wavefill.integrations.transformers.current import get_step, untraced
 from wavefill.integrations.transformers.names import name_over
-from wavefill.integrations.transformers.rows import Step
+from wavefill.integrations.transformers.rows import Step, placed
 from wavefill.integrations.transformers.support import PREVIOUS
 from wavefill.scores import NONE, Options
 from wavefill.spec import UnsupportedModel, invalid
@@ -99,7 +100,7 @@ def attention(
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if step.has_late_padding or (sliding_window is not None and step.has_hole):
         return _masked(step, module, query, scale, sliding_window, scores), None
-    options = _options(softcap, s_aux)
+    options = _options(softcap, s_aux, query.device)
     if step.is_decode:
         return _decode(step, module, query, scale, sliding_window, options), None
     if step.is_prefill and options is NONE and (sliding_window is None or step.q_len <= sliding_window):
@@ -107,11 +108,13 @@ def attention(
     return _extend(step, module, query, scale, sliding_window, options), None
 
 
-def _options(softcap: float | None, sinks: Tensor | None) -> Options:
+def _options(softcap: float | None, sinks: Tensor | None, device: torch.device) -> Options:
     """What the kernels take besides the window; sinks in float32, whatever the model computes in."""
     if softcap is None and sinks is None:
         return NONE
-    return Options(softcap=softcap, sinks=None if sinks is None else sinks.detach().float().contiguous())
+    if sinks is not None:
+        sinks = sinks.detach().to(device, torch.float32).contiguous()
+    return Options(softcap=softcap, sinks=sinks)
 
 
 def _stock(previous: str, module: torch.nn.Module) -> Callable[..., Result]:
@@ -127,15 +130,21 @@ def _decode(
     """One real query token a row, over its pages."""
     pages = step.rows.view(module.layer_idx)
     out = kernels.attention(
-        query[:, :, 0], pages, step.seq_lens, step.block_table, None, scale=scale, window=window, options=options
+        query[:, :, 0], pages, step.seq_lens, step.block_table, None, scale=scale, window=window, options=options,
+        max_q_len=1,
     )
     return out[:, None]
 
 
 def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The first tokens of every row: the new K and V are all there is, so torch's causal attention takes them as they
-    are. Rows without padding go together, as in stock transformers and with the same bits; others one by one.
+    """The first tokens of every row: the new K and V are all there is.
+
+    On the CPU, and in float32, torch's causal attention takes them as they are: rows without padding together, as in
+    stock transformers and with the same bits; others one by one. On a GPU 16-bit rows go to the fastest kernel for
+    prompts that is there, which is often our own, and reads pages as well where there is padding.
     """
+    if query.is_cuda and query.element_size() == 2:
+        return _extend(step, module, query, scale, None, NONE, new=None if step.new is not None else (key, value))
     causal = partial(_stock("sdpa", module), module, attention_mask=None, dropout=0.0, scaling=scale, is_causal=True)
     if step.new is None:
         return causal(query=query, key=key, value=value)[0]
@@ -149,16 +158,23 @@ def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _extend(
-    step: Step, module: Any, query: Tensor, scale: float, window: int | None, options: Options
+    step: Step, module: Any, query: Tensor, scale: float, window: int | None, options: Options,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Several query tokens a row, or some of them padding, over the pages, each row aligned at its end."""
+    """Several query tokens a row, or some of them padding, over the pages, each row aligned at its end; or over K and V
+    `new` [B, KH, q_len, D] where the pages hold nothing else, which are read faster.
+    """
     batch, heads, q_len, size = query.shape
     packed = query.transpose(1, 2).reshape(batch * q_len, heads, size)
     if step.index is not None:
         packed = packed[step.index]
-    pages = step.rows.view(module.layer_idx)
+    if new is None:
+        pages, table = step.rows.view(module.layer_idx), step.block_table
+    else:
+        pages, table = KVPages(*(x.transpose(1, 2) for x in new)), None
     out = kernels.attention(
-        packed, pages, step.seq_lens, step.block_table, step.cu_seqlens_q, scale=scale, window=window, options=options
+        packed, pages, step.seq_lens, table, step.cu_seqlens_q, scale=scale, window=window, options=options,
+        max_q_len=q_len,
     )
     if step.index is not None:
         full = out.new_zeros(batch * q_len, heads, out.shape[-1])
@@ -178,9 +194,9 @@ def _masked(
     assert step.mask is not None
     slots = step.past + step.q_len
     keys, values = step.rows.dense(module.layer_idx, step)
-    positions = torch.arange(slots, device="cpu")
+    positions = torch.arange(slots, device=query.device)
     queries = positions[step.past:, None]
-    seen = (positions <= queries) & step.mask[:, None, None]
+    seen = (positions <= queries) & placed(step.mask, query.device)[:, None, None]
     if window is not None:
         seen &= positions > queries - window
     if not scores:

@@ -30,10 +30,10 @@ class _Whole:
     index: int
 
     def offload(self) -> None:
-        """Nothing to do: all of it is in CPU memory."""
+        """Nothing to do: all of it stays where the model is."""
 
     def prefetch(self) -> None:
-        """Nothing to do: all of it is in CPU memory."""
+        """Nothing to do: all of it stays where the model is."""
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -67,7 +67,8 @@ class _Whole:
         """Keep the rows that `indices` names (numbers, from the end where negative, or a bool mask)."""
         if self.index == 0 and self.rows.slots:
             try:
-                rows = torch.arange(self.rows.batch, device="cpu")[indices]
+                rows = torch.arange(self.rows.batch, device="cpu")[
+                    indices.cpu() if isinstance(indices, Tensor) else indices]
             except (IndexError, TypeError, RuntimeError):
                 raise invalid("indices", f"must name some of the cache's {self.rows.batch} rows", indices,
                               "Give their numbers, or a bool for each row.") from None

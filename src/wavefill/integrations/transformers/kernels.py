@@ -7,10 +7,12 @@ check for a layer is that its K, V and queries are what the cache was made for.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from wavefill import checks, ops
-from wavefill.backends import cpu
+from wavefill.backends import cpu, gpu
+from wavefill.backends.gpu import operators
 from wavefill.cache import KVPages
 from wavefill.scores import Options
 from wavefill.spec import invalid, invalid_type
@@ -22,41 +24,63 @@ def append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
     Raises `InvalidType` or `InvalidArgument` when they are not what the pages hold.
     """
     for name, new, held in (("key", key, pages.k), ("value", value, pages.v)):
+        if new.device != held.device:
+            raise _elsewhere(name, new, held)
         if new.dtype != held.dtype:
             raise _other_dtype(name, new, held)
         if new.shape[1:] != held.shape[2:]:
             raise invalid(name, f"must have the cache's heads and head size {list(held.shape[2:])}",
                           list(new.shape[1:]), "Make a new cache for this model.")
-    cpu.append(pages.k, pages.v, key, value, slots)
+    write = operators.append if pages.k.is_cuda else cpu.append
+    write(pages.k, pages.v, key, value, slots)
 
 
 def attention(
     query: Tensor,
     pages: KVPages,
     seq_lens: Tensor,
-    block_table: Tensor,
+    block_table: Tensor | None,
     cu_seqlens_q: Tensor | None,
     *,
     scale: float,
     window: int | None,
     options: Options,
+    max_q_len: int,
 ) -> Tensor:
     """Causal attention of packed queries [T, HQ, D] over a layer's pages, [T, HQ, DV]; rows align at their ends.
 
+    pages: of the layer, or with block_table None its K and V of each row, [B, S, KH, D] and [B, S, KH, DV].
     seq_lens: [B] int32; block_table: [B, max_pages] int32; cu_seqlens_q: [B + 1] int32, or None for one query a row.
-    options: soft cap and sinks.
+    options: soft cap and sinks. max_q_len: most queries of a row.
+
+    On a GPU nothing is synchronised, and what is launched depends on sizes alone.
     """
+    if query.device != pages.k.device:
+        raise _elsewhere("query", query, pages.k)
     if query.dtype != pages.k.dtype:
         raise _other_dtype("query", query, pages.k)
     T, HQ, D = query.shape
     KH, DV = pages.k.shape[2], pages.v.shape[3]
-    out = query.new_empty(T, HQ, DV)
-    cpu.attention(
-        query if query.stride(2) == 1 else query.contiguous(), pages.k, pages.v, seq_lens, block_table, cu_seqlens_q,
-        out, None, scale=scale, causal=True, window=window,
-        schedule=ops.cpu_schedule(HQ, KH, D, DV, checks.DTYPE_NAMES[query.dtype]), options=options,
-    )
+    out, dtype = query.new_empty(T, HQ, DV), checks.DTYPE_NAMES[query.dtype]
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    if query.is_cuda:
+        gpu.attention(
+            query, pages.k, pages.v, seq_lens, block_table, cu_seqlens_q, out,
+            query.new_empty(T, HQ, dtype=torch.float32), scale=scale, causal=True, window=window,
+            schedule=ops.gpu_schedule(HQ, KH, D, DV, dtype), max_q_len=max_q_len, options=options, auto=True,
+        )
+    else:
+        cpu.attention(
+            query, pages.k, pages.v, seq_lens, block_table, cu_seqlens_q, out, None, scale=scale, causal=True,
+            window=window, schedule=ops.cpu_schedule(HQ, KH, D, DV, dtype), options=options,
+        )
     return out
+
+
+def _elsewhere(name: str, new: Tensor, held: Tensor) -> Exception:
+    return invalid(name, f"must be on the device of the cache ({held.device})", new.device,
+                   "Make a new cache after moving a model.")
 
 
 def _other_dtype(name: str, new: Tensor, held: Tensor) -> TypeError:

@@ -7,6 +7,8 @@ What a cache holds is one object, `Held`, which one assignment replaces, for a f
 fails or is interrupted leaves the cache as it was. Pages are taken before that assignment and given up after it; what
 an unfinished change left of them is cleared away before the next one. States of layers without K and V change while a
 forward runs; a copy of what they were belongs to the `Held` that they were beside, and is put back when that one stays.
+
+All of this is kept on the host; what a GPU needs of it goes there in copies that nobody waits for.
 """
 
 from __future__ import annotations
@@ -14,21 +16,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from operator import add, sub
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wavefill.cache import KVPages, PagedKVCache
 from wavefill.checks import DTYPE_NAMES
 from wavefill.integrations.transformers import kernels
 from wavefill.integrations.transformers.states import Saved, States
+from wavefill.integrations.transformers.storage import Storage
 from wavefill.pages import picks_of
 from wavefill.spec import invalid, invalid_type
 
 #: A pool that is full grows to this many times what is needed, so that the copies add up to a constant a token.
 GROWTH = 1.5
+#: Kinds of devices that a model, and a mask, may be on.
+DEVICES = ("cpu", "cuda")
+
+
+def placed(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, in a copy that nobody waits for, from pinned memory, which torch keeps."""
+    if device.type == "cpu":
+        return x
+    with torch.cuda.device(device):
+        return x.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(eq=False)
@@ -39,9 +54,11 @@ class Step:
     config: the decoder's configuration, by which the mask function knows the step to be its own.
     batch, q_len: the shape of the new tokens.
     past:   slots before this step.
-    mask:   bool [batch, past + q_len], true for real tokens, or None when all are.
+    mask:   bool [batch, past + q_len] on the host, true for real tokens, or None when all are.
     held:   real tokens of each row before this step.
     ids:    the requests of the rows; those of rows without a past are there once a layer has written.
+    given:  the mask on the device that the caller gave it on, or None when all are real.
+    storage: pages that the cache may have when it has none yet.
     """
 
     rows: Rows
@@ -52,11 +69,17 @@ class Step:
     mask: Tensor | None
     held: tuple[int, ...]
     ids: tuple[int, ...]
+    given: Tensor | None = None
+    storage: Storage | None = None
 
     def __post_init__(self) -> None:
         #: Layers that have written their K and V, and those whose attention has been computed.
         self.written = self.attended = 0
         self.slots: Tensor | None = None
+
+    def new_pages(self, **sizes: Any) -> PagedKVCache:
+        """Pages for the rows, which have none; `sizes` as `PagedKVCache` takes them, but their number."""
+        return PagedKVCache(0, **sizes) if self.storage is None else self.storage.pages_for(self.rows, **sizes)
 
     @cached_property
     def seq_lens(self) -> Tensor:
@@ -78,8 +101,10 @@ class Step:
 
     @cached_property
     def index(self) -> Tensor | None:
-        """int64 [real new tokens], their positions in the flattened [batch * q_len], or None when all are real."""
-        return None if self.new is None else self.new.flatten().nonzero().squeeze(1)
+        """int64 [real new tokens], their positions in the flattened [batch * q_len], or None when all are real; with
+        the pages, so there once a layer has written.
+        """
+        return None if self.new is None else placed(self.new.flatten().nonzero().squeeze(1), self.rows.pages.device)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -93,21 +118,17 @@ class Step:
 
     @cached_property
     def cu_seqlens_q(self) -> Tensor:
-        """int32 [batch + 1], where each row's real new tokens start."""
-        bounds = torch.zeros(self.batch + 1, dtype=torch.int32, device="cpu")
-        torch.cumsum(torch.tensor(self.counts, dtype=torch.int32, device="cpu"), 0, out=bounds[1:])
-        return bounds
+        """int32 [batch + 1], where each row's real new tokens start; there once a layer has written."""
+        bounds = torch.tensor([0, *accumulate(self.counts)], dtype=torch.int32, device="cpu")
+        return placed(bounds, self.rows.pages.device)
 
     @cached_property
     def has_hole(self) -> bool:
         """Whether a row has padding between real tokens, so that slots and packed tokens are differently far apart."""
         if self.mask is None:
             return False
-        order = torch.arange(1, self.mask.shape[1] + 1, device="cpu") * self.mask
-        last = order.amax(1)
-        first = torch.where(self.mask, order, self.mask.shape[1] + 1).amin(1)
-        real = self.mask.sum(1)
-        return bool(((real > 0) & (last - first + 1 != real)).any())
+        begins = self.mask[:, 1:] > self.mask[:, :-1]  # real after padding
+        return bool((begins.sum(1) + self.mask[:, 0] > 1).any())
 
     @cached_property
     def has_late_padding(self) -> bool:
@@ -133,14 +154,21 @@ class Held:
 
     ids:     the request of each row.
     slots:   of every row, padding included.
-    mask:    bool [batch, slots], true for real tokens, or None when all are.
+    mask:    bool [batch, slots] on the host, true for real tokens, or None when all are.
     lengths: real tokens of each row.
+    given:   the mask on the device that it was last given on; None when all are real, or it must be copied anew.
     """
 
     ids: tuple[int, ...] = ()
     slots: int = 0
     mask: Tensor | None = None
     lengths: tuple[int, ...] = ()
+    given: Tensor | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """torch.load may have put the mask elsewhere."""
+        mask = state["mask"]
+        self.__dict__.update(state, mask=None if mask is None else mask.cpu(), given=None)
 
 
 class Rows:
@@ -193,43 +221,56 @@ class Rows:
         """
         self._settle()
         held = self.held
-        if not held.slots:
-            mask = self._continued(batch, q_len, attention_mask)
-            self._save()
-            return Step(self, config, batch, q_len, 0, mask, (0,) * batch, ())
-        if batch != self.batch:
+        if held.slots and batch != self.batch:
             raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
                           "Start a new cache, or call its batch_repeat_interleave or batch_select_indices.")
-        mask = self._continued(batch, q_len, attention_mask)
-        ids, lengths = held.ids, held.lengths
-        if mask is not None:
+        total = held.slots + q_len
+        self._check_mask(batch, total, attention_mask)
+        if attention_mask is None or (held.mask is None and bool(attention_mask[:, :total].all())):
+            mask = given = None
+            same = True
+        else:
+            mask, given, same = self._continued(attention_mask[:, :total].to(torch.bool, copy=True), q_len)
+        ids, lengths = (held.ids, held.lengths) if held.slots else ((), (0,) * batch)
+        if mask is not None and held.slots and not same:
             ids, lengths = self._without(mask[:, :held.slots])
         self._save()
-        return Step(self, config, batch, q_len, held.slots, mask, lengths, ids)
+        return Step(self, config, batch, q_len, held.slots, mask, lengths, ids, given)
 
-    def _continued(self, batch: int, q_len: int, attention_mask: Tensor | None) -> Tensor | None:
-        """The mask over all slots with the new ones, checked against the padding that the cache was filled with."""
+    def _check_mask(self, batch: int, total: int, attention_mask: Tensor | None) -> None:
+        """Raise `InvalidArgument` unless there is a mask where one is needed, over all slots, that can be read."""
         held = self.held
         if attention_mask is None:
             if held.mask is not None:
                 raise invalid("attention_mask", "must be given, since rows of the cache have padding", None,
                               "Pass [batch, all tokens so far], 0 for padding.")
-            return None
-        total = held.slots + q_len
+            return
         shape = tuple(attention_mask.shape)
         if len(shape) != 2 or shape[0] != batch or shape[1] < total:
             raise invalid("attention_mask", f"must be [{batch}, {total}], the cached tokens included", list(shape),
                           "Extend it by ones for the new tokens, or leave it out when there is no padding.")
-        if attention_mask.device.type != "cpu":
-            raise invalid("attention_mask", "must be on the CPU in this version", attention_mask.device,
-                          "Move it with .to('cpu').")
-        mask = attention_mask[:, :total].to(torch.bool)
-        if held.mask is None:
-            return _padding(mask)
-        if bool((mask[:, :held.slots] & ~held.mask).any()):
+        if attention_mask.device.type not in DEVICES:
+            raise invalid("attention_mask", "must be on the CPU or a GPU", attention_mask.device,
+                          "Make it where the model is.")
+
+    def _continued(self, given: Tensor, q_len: int) -> tuple[Tensor, Tensor, bool]:
+        """A mask over all slots with the new ones, some of them padding, checked against the padding that the cache was
+        filled with: on the host, where it was given, and whether it is the cache's own with real tokens after.
+
+        generate gives such a mask in every step of decoding. On a GPU it is compared there, with one synchronisation.
+        """
+        held = self.held
+        if held.mask is not None:
+            before = held.given
+            if before is None or before.device != given.device:
+                before = placed(held.mask, given.device)
+            if torch.equal(given, pad(before, (0, q_len), value=1.0)):
+                return given if given.is_cpu else pad(held.mask, (0, q_len), value=1.0), given, True
+        mask = given.cpu()
+        if held.mask is not None and bool((mask[:, :held.slots] & ~held.mask).any()):
             raise invalid("attention_mask", "must be 0 where the cache was filled with padding",
                           "1 for some of it", "Start a new cache for another mask.")
-        return mask
+        return mask, given, False
 
     def write(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new K [batch, KH, q_len, D] and V [batch, KH, q_len, DV]; each layer once, in order."""
@@ -247,7 +288,7 @@ class Rows:
         """The forward is over: when it has returned and all layers have written, the cache holds the new tokens."""
         before = self.held
         if returned and step.written == self.layers:
-            self.held = Held(step.ids, step.past + step.q_len, step.mask, step.lengths)
+            self.held = Held(step.ids, step.past + step.q_len, step.mask, step.lengths, step.given)
             self._changing = before.ids != step.ids
         self._settle()
 
@@ -268,28 +309,35 @@ class Rows:
         self._changing = False
 
     def _reserve(self, step: Step, key: Tensor, value: Tensor) -> Tensor:
-        """Slots for the step's real tokens, at the first layer, when sizes and dtype are known."""
-        if key.device.type != "cpu":
-            raise invalid("model", "must be on the CPU in this version", key.device, "Call model.to('cpu').")
+        """Slots for the step's real tokens, at the first layer, when sizes, dtype and device are known."""
+        if key.device.type not in DEVICES:
+            raise invalid("model", "must be on the CPU or a GPU", key.device, "Call model.to('cpu').")
         if key.dtype not in DTYPE_NAMES:
             raise invalid_type("model", f"must compute in {', '.join(DTYPE_NAMES.values())}", key.dtype,
                                "Call model.to(torch.float32).")
         self._changing = True
         if self._pages is None or (not self.slots and not self._takes(key, value)):
-            self._pages = PagedKVCache(
-                0, layers=self.layers, kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3],
-                dtype=key.dtype,
+            self._pages = step.new_pages(
+                layers=self.layers, kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3],
+                dtype=key.dtype, device=key.device,
             )
+        return self.claim(step)
+
+    def claim(self, step: Step) -> Tensor:
+        """Pages for a step's real tokens where the rows have pages already: int64 [real new tokens], their slots, on
+        the pages' device. Until `end` they are the step's alone.
+        """
+        self._changing = True
         if not step.ids:
-            step.ids = tuple(self._pages.add(step.batch))
+            step.ids = tuple(self.pages.add(step.batch))
         self._make_room(step.held, step.counts)
-        return self._pages.reserve(step.ids, step.counts)
+        return self.pages.reserve(step.ids, step.counts)
 
     def _takes(self, key: Tensor, value: Tensor) -> bool:
         """Whether the pages of an empty cache, which another model may have used, are made for such K and V."""
         pages = self.pages
-        return (pages.kv_heads, pages.head_dim, pages.head_dim_v, pages.dtype) == (
-            key.shape[1], key.shape[3], value.shape[3], key.dtype
+        return (pages.kv_heads, pages.head_dim, pages.head_dim_v, pages.dtype, pages.device) == (
+            key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device
         )
 
     def _make_room(self, held: Sequence[int], counts: Sequence[int]) -> None:
@@ -359,7 +407,7 @@ class Rows:
             seen.add(pick)
         self.held = replace(
             held, ids=tuple(ids), lengths=tuple(held.lengths[pick] for pick in picks),
-            mask=None if held.mask is None else _padding(held.mask[list(picks)]),
+            mask=None if held.mask is None else _padding(held.mask[list(picks)]), given=None,
         )
         self.pages.free([row for row in held.ids if row not in set(ids)])
         self._before, self._changing = None, False
@@ -383,17 +431,19 @@ class Rows:
         tokens = torch.arange(max(held.lengths, default=0), device="cpu")
         places = [self._places(row, tokens[:n]) for row, n in zip(held.ids, held.lengths, strict=True)]
         pages = self.view(layer)
+        slots = [slice(None)] * len(held.ids) if held.mask is None else [
+            placed(real.nonzero().squeeze(1), pages.k.device) for real in held.mask]
         out: list[Tensor] = []
         for cache in (pages.k, pages.v):
             full = cache.new_zeros(len(held.ids), held.slots, *cache.shape[2:])
             for row, (page, offset) in enumerate(places):
-                full[row, slice(None) if held.mask is None else held.mask[row]] = cache[page, offset]
+                full[row, slots[row]] = cache[page, offset]
             out.append(full.transpose(1, 2))
         return out[0], out[1]
 
     def _places(self, request: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """int64, the pages of a request's tokens, given by their positions, and where in the pages they are."""
-        size = self.pages.page_size
+        size, tokens = self.pages.page_size, placed(tokens, self.pages.device)
         return self.pages.block_table(request)[0, tokens // size].long(), tokens % size
 
 

@@ -57,7 +57,7 @@ class States:
         index = torch.tensor(picks, dtype=torch.int64, device="cpu")
         for layer in self.layers:
             for states in (layer.convolutions, layer.recurrent):
-                states.update({at: x if x is None else x[index] for at, x in states.items()})
+                states.update({at: x if x is None else x[index.to(x.device)] for at, x in states.items()})
 
     def crop(self, count: int, left: int) -> None:
         """Take the last `count` slots off, of which `left` stay. Raises `InvalidArgument` before anything is changed.

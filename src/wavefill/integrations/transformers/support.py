@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3TextModel
@@ -27,7 +28,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextModel
 
-from wavefill.backends import cpu
+from wavefill.backends import cpu, gpu
 from wavefill.checks import DTYPE_NAMES
 from wavefill.spec import AttentionSpec, UnsupportedModel, invalid_type
 
@@ -92,8 +93,8 @@ def check_model(model: object) -> PreTrainedModel:
     if attention is None:
         raise _refusal(name, f"is of none of the tested families ({FAMILY_NAMES})")
     _check_layers(name, attention, config, decoder)
-    _check_storage(name, decoder)
-    _check_shapes(name, config, decoder)
+    device = _check_storage(name, model, decoder)
+    _check_shapes(name, config, decoder, device)
     return decoder
 
 
@@ -124,24 +125,31 @@ def _check_layers(name: str, attention: type, config: PretrainedConfig, decoder:
         )
 
 
-def _check_storage(name: str, decoder: PreTrainedModel) -> None:
-    for parameter in decoder.parameters():
-        if parameter.device.type != "cpu":
-            raise _refusal(name, f"is on {parameter.device}, and this version runs on the CPU (model.to('cpu'))")
+def _check_storage(name: str, model: Any, decoder: PreTrainedModel) -> torch.device:
+    """The device that all of a model is on."""
+    # Offloaded and not yet loaded weights are on "meta".
+    devices: list[torch.device] = sorted({parameter.device for parameter in model.parameters()}, key=str)
+    if len(devices) != 1 or devices[0].type not in ("cpu", "cuda"):
+        raise _refusal(name, f"is on {' and '.join(map(str, devices))}, and wavefill runs on the CPU or on one GPU "
+                             "(model.to('cpu'), model.to('cuda'))")
     if decoder.dtype not in DTYPE_NAMES:
         raise _refusal(name, f"computes in {decoder.dtype}, and the kernels take {', '.join(DTYPE_NAMES.values())}")
+    return devices[0]
 
 
-def _check_shapes(name: str, config: PretrainedConfig, decoder: PreTrainedModel) -> None:
+def _check_shapes(name: str, config: PretrainedConfig, decoder: PreTrainedModel, device: torch.device) -> None:
     # The head size that the modules use, since configurations spell it in three ways.
     size = int(decoder.layers[layers_with_keys(config)[0]].self_attn.head_dim)
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
     if heads % kv_heads:
         raise _refusal(name, f"has {heads} query heads over {kv_heads} KV heads, which don't divide evenly")
     spec = AttentionSpec(HQ=heads, KH=kv_heads, D=size, DV=size, dtype=DTYPE_NAMES[decoder.dtype])
-    reason = cpu.capability(spec)
+    if device.type == "cpu":
+        where, reason = "CPU", cpu.capability(spec)
+    else:
+        where, reason = "GPU", gpu.capability(spec) or gpu.device_gap(device.index)
     if reason is not None:
-        raise _refusal(name, f"can't run on the CPU backend: {reason}")
+        raise _refusal(name, f"can't run on the {where} backend: {reason}")
 
 
 def _has(config: Any, *names: str) -> bool:

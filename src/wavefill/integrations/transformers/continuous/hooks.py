@@ -32,7 +32,7 @@ from wavefill.integrations.transformers.continuous.contract import PARAM, Contra
 from wavefill.integrations.transformers.continuous.detect import detect, refusal
 from wavefill.integrations.transformers.names import BATCHED, plain_name, previous_of
 from wavefill.integrations.transformers.support import HYBRIDS, decoder_of
-from wavefill.spec import BackendUnavailable, UnsupportedModel, invalid
+from wavefill.spec import BackendUnavailable, UnsupportedModel, complaint, invalid
 
 _PACKAGE = "transformers.generation.continuous_batching"
 
@@ -120,8 +120,8 @@ def init_continuous_batching(
 ) -> Any:
     """A manager whose batches go through wavefill; the model's own method otherwise.
 
-    Raises `BackendUnavailable` when the installed transformers has no tested contract, and `UnsupportedModel` for a
-    model with states in place of K and V, before anything is changed.
+    Raises `BackendUnavailable` when the installed transformers has no tested contract and for a model on a GPU, and
+    `UnsupportedModel` for one with states in place of K and V, before anything is changed.
     """
     stock = getattr(type(self), _OPEN)
     name = self.config._attn_implementation
@@ -134,6 +134,10 @@ def init_continuous_batching(
             f"model: {type(self).__name__} has layers with a state in place of K and V, for which transformers' "
             "continuous batching has no cache. Call generate() with a batch."
         )
+    if self.device.type != "cpu":
+        # There transformers captures graphs of whole batches, which calls that read lengths can't be a part of.
+        raise BackendUnavailable(complaint(PARAM, "must run on the CPU in this version", self.device,
+                                           "Call generate() with a batch, or disable(model) first."))
     contract = contract_of(self)
     kept = getattr(self, "_cached_continuous_batching_manager", None)
     if kept is not None and kept not in _managers:

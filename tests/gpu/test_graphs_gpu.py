@@ -1,0 +1,199 @@
+"""Decoding steps of enabled models as CUDA graphs: the same results as without, whatever is changed between steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from wavefill.integrations.transformers import WavefillCache, disable, enable
+from wavefill.integrations.transformers.graphs import GraphedForward
+
+VOCABULARY = 97
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+                         attn_implementation="eager", pad_token_id=0, eos_token_id=None, bos_token_id=None)
+    return LlamaForCausalLM(config).eval().cuda()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened to graphs, in order: "capture" and "replay"."""
+    seen: list[str] = []
+    for name, event in (("capture_begin", "capture"), ("replay", "replay")):
+        kept = getattr(torch.cuda.CUDAGraph, name)
+
+        def counted(self: Any, *args: Any, _kept: Any = kept, _event: str = event, **kwargs: Any) -> Any:
+            seen.append(_event)
+            return _kept(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, counted)
+    return seen
+
+
+def prompt(batch: int = 1, length: int = 30) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator).cuda()
+
+
+def generated(model: Any, ids: torch.Tensor, count: int = 24, mask: torch.Tensor | None = None, **how: Any) -> Any:
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, generation_config=GenerationConfig(
+        max_new_tokens=count, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+        **how))
+
+
+def check(model: Any, ids: torch.Tensor, count: int = 24, **how: Any) -> None:
+    """An enabled model gives the tokens and the logits that its own attention gives."""
+    disable(model)
+    torch.manual_seed(1)
+    expected = generated(model, ids, count, **how)
+    enable(model)
+    torch.manual_seed(1)
+    found = generated(model, ids, count, **how)
+    torch.testing.assert_close(found.sequences, expected.sequences)
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_is_captured_once_and_replayed_for_all_lengths(model: Any, replays: list[str]) -> None:
+    """The first step runs as it is, the second is captured; a page boundary at 64 tokens is crossed."""
+    check(model, prompt(), 60)
+    assert replays == ["capture"] + ["replay"] * 58
+
+
+def test_another_call_takes_the_pages_and_the_graph_of_the_last(model: Any, replays: list[str]) -> None:
+    check(model, prompt(length=40))
+    count = len(replays)
+    found = generated(model, prompt(length=33), 20)
+    assert replays[count:] == ["replay"] * 19
+    disable(model)
+    torch.testing.assert_close(found.sequences, generated(model, prompt(length=33), 20).sequences)
+
+
+def test_a_cache_that_lives_keeps_its_pages(model: Any) -> None:
+    """Two conversations by turns, each with a cache of its own."""
+    enable(model)
+    caches = [WavefillCache(model) for _ in range(2)]
+    turns = [prompt(length=20), prompt(length=27)]
+    for _ in range(2):
+        for i, cache in enumerate(caches):
+            turns[i] = model.generate(
+                turns[i], attention_mask=torch.ones_like(turns[i]), max_new_tokens=8, do_sample=False,
+                past_key_values=cache)
+    disable(model)
+    for i, length in enumerate((20, 27)):
+        torch.testing.assert_close(turns[i], generated(model, prompt(length=length), 16).sequences)
+
+
+@pytest.mark.parametrize("how", [{"do_sample": True, "temperature": 2.0}, {"num_beams": 3},
+                                 {"do_sample": False, "repetition_penalty": 1.3}],
+                         ids=["sampling", "beams", "processor"])
+def test_ways_of_generate(model: Any, how: dict[str, Any], replays: list[str]) -> None:
+    check(model, prompt(2), **how)
+    assert replays.count("replay") > 10
+
+
+def test_padded_rows(model: Any, replays: list[str]) -> None:
+    mask = torch.ones(3, 30, dtype=torch.int64, device="cuda")
+    mask[0, :7], mask[2, :29] = 0, 0
+    check(model, prompt(3), mask=mask)
+    assert replays.count("replay") > 10
+
+
+def test_pages_that_move(model: Any, replays: list[str]) -> None:
+    check(model, prompt(length=70), 150)
+    assert replays.count("capture") >= 2
+
+
+def test_weights_that_change_in_place_and_that_move(model: Any) -> None:
+    check(model, prompt())
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(-1.0)
+    check_enabled(model)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = torch.randn_like(weight) * 0.1
+    check_enabled(model)
+    model.model.layers[2].mlp = copy.deepcopy(model.model.layers[0].mlp)
+    check_enabled(model)
+
+
+def check_enabled(model: Any) -> None:
+    """Without enabling again, the model gives what a copy with its own attention gives."""
+    found = generated(model, prompt(), 12)
+    other = disable(copy.deepcopy(model))
+    torch.testing.assert_close(found.sequences, generated(other, prompt(), 12).sequences)
+
+
+def test_hooks_see_every_step(model: Any) -> None:
+    enable(model)
+    generated(model, prompt(), 8)
+    seen: list[int] = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *args: seen.append(1))
+    generated(model, prompt(), 8)
+    handle.remove()
+    assert len(seen) == 8
+
+
+def test_a_mask_that_forgets_cached_tokens_is_obeyed(model: Any) -> None:
+    """A replay is not taken where a later mask drops tokens that are in the cache."""
+    ids = prompt(1, 24)
+    results = []
+    for switch in (enable, disable):
+        switch(model)
+        with torch.no_grad():
+            out = model(ids, use_cache=True)
+            cache, logits = out.past_key_values, []
+            for step in range(6):
+                mask = torch.ones(1, 25 + step, dtype=torch.int64, device="cuda")
+                mask[:, :5] = int(step < 4)
+                position = torch.tensor([[24 + step]], device="cuda")
+                out = model(ids[:, step : step + 1], attention_mask=mask, past_key_values=cache, position_ids=position)
+                logits.append(out.logits)
+        results.append(torch.stack(logits))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_and_pickles_of_an_enabled_model(model: Any) -> None:
+    enable(model)
+    expected = generated(model, prompt(), 10).sequences
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        held = other.model.__dict__["forward"]
+        assert isinstance(held, GraphedForward)
+        assert held.decoder is other.model
+        torch.testing.assert_close(generated(other, prompt(), 10).sequences, expected)
+    disable(model)
+    assert "forward" not in model.model.__dict__
+
+
+def test_what_waits_for_the_device_runs_without_a_graph(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    kept = type(model.model.layers[0].mlp).forward
+    mlp = model.model.layers[0].mlp
+
+    def waits(x: torch.Tensor) -> Any:
+        assert bool(x.isfinite().all())
+        return kept(mlp, x)
+
+    mlp.forward = waits
+    with caplog.at_level("DEBUG", logger="wavefill"):
+        check(model, prompt())
+    assert [r.message for r in caplog.records if "can't be captured" in r.message] != []
+    assert len([r for r in caplog.records if "without a CUDA graph" in r.message]) == 1
