@@ -306,7 +306,8 @@ class PagedKVCache:
         self._check_layer(layer)
         current = self._open
         if current is None:
-            current = self._plan(ids, sizes)
+            step = self._plan(ids, sizes)
+            current = _Open(step, self._placed(np.array(step.slots, np.int64)), set(range(self.layers)))
         elif every or layer not in current.missing or (ids, sizes) != (current.step.requests, current.step.counts):
             raise self._unfinished(current)
         writing = set(range(self.layers)) if every else {layer}
@@ -315,8 +316,7 @@ class PagedKVCache:
             ops.append(pages.k, pages.v, k[at] if every else k, v[at] if every else v, current.slots)
         # Only now: had the operator refused the tensors, there would be nothing but scratch in free pages.
         if self._open is None:
-            self._pages.claim(current.step)
-            self._changed(pages=bool(current.step.placed))
+            self._take(current.step)
         current.missing -= writing
         self._open = current if current.missing else None
 
@@ -332,14 +332,16 @@ class PagedKVCache:
 
         Raises OutOfPages when there are fewer free pages than it takes.
         """
-        ids = ids_of(requests)
-        for i in ids:
-            self._settled(i)
-        sizes = sizes_of(counts, ids)
-        planned = self._plan(ids, sizes)
-        self._pages.claim(planned.step)
-        self._changed(pages=bool(planned.step.placed))
-        return planned.slots
+        step = self._plan_alone(requests, counts)
+        slots = self._placed(np.array(step.slots, np.int64))
+        self._take(step)
+        return slots
+
+    def claim(self, requests: int | Iterable[int], counts: Iterable[int]) -> list[int]:
+        """As `reserve`, with the slots on the host: for who brings several numbers of a step to the device at once."""
+        step = self._plan_alone(requests, counts)
+        self._take(step)
+        return step.slots
 
     def cancel_step(self) -> None:
         """Takes back the step that some layers have written and others have not, if there is one.
@@ -403,11 +405,17 @@ class PagedKVCache:
 
     def _enlarged(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
         """The buffers with more pages. Their memory grows in place, so that views taken earlier see what is appended
-        later; where it fails, nothing has changed but how much unwritten memory lies behind some of them.
+        later; where it fails, nothing has changed but where some of them lie.
         """
         k_size, v_size = self._sizes(num_pages)
         with torch.inference_mode(False), self._memory_for(num_pages):
-            return [x.detach().resize_(k_size) for x in self._k], [x.detach().resize_(v_size) for x in self._v]
+            try:
+                return [x.detach().resize_(k_size) for x in self._k], [x.detach().resize_(v_size) for x in self._v]
+            except (RuntimeError, MemoryError):
+                for x in (*self._k, *self._v):  # what some have got is room for a smaller number in all
+                    if x.untyped_storage().nbytes() > x.nbytes:
+                        x.untyped_storage().resize_(x.nbytes)
+                raise
 
     @contextmanager
     def _memory_for(self, num_pages: int) -> Iterator[None]:
@@ -439,7 +447,14 @@ class PagedKVCache:
                 raise invalid("counts", f"must add up to the {tokens} tokens of k", sizes, "Pack k and v to match.")
         return sizes
 
-    def _plan(self, ids: tuple[int, ...], counts: tuple[int, ...]) -> _Open:
+    def _plan_alone(self, requests: int | Iterable[int], counts: Iterable[int]) -> Step:
+        """`_plan` of requests that no unfinished step is about to write."""
+        ids = ids_of(requests)
+        for i in ids:
+            self._settled(i)
+        return self._plan(ids, sizes_of(counts, ids))
+
+    def _plan(self, ids: tuple[int, ...], counts: tuple[int, ...]) -> Step:
         """Where a step's tokens go. Changes nothing but what is in free pages."""
         distinct(ids)
         step = self._pages.plan(ids, counts)
@@ -447,7 +462,12 @@ class PagedKVCache:
             shared, copies = self._placed(np.array(step.copies)).T
             for buffer in (*self._k, *self._v):
                 buffer[copies] = buffer[shared]
-        return _Open(step, self._placed(np.array(step.slots, np.int64)), set(range(self.layers)))
+        return step
+
+    def _take(self, step: Step) -> None:
+        """Makes the step that was planned last real."""
+        self._pages.claim(step)
+        self._changed(pages=bool(step.placed))
 
     def _placed(self, values: np.ndarray[Any, Any]) -> Tensor:
         """The numbers on the cache's device. A GPU's copy comes from pinned memory, which torch keeps until then."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavefill.backends.gpu import kernels, layer
+from wavefill.backends.gpu import flat, kernels, layer
 
 transformers = pytest.importorskip("transformers")
 fused = pytest.importorskip("wavefill.integrations.transformers.fused")
@@ -68,10 +68,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 1), (3, 1), (2, 5), (64, 1)])
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product that `flat` computed."""
+    seen: list[int] = []
+    real = flat.linear
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(len(x))
+        return real(x, *args, **kwargs)
+
+    monkeypatch.setattr(flat, "linear", counted)
+    return seen
+
+
+def in_products(family: str, rows: int) -> bool:
+    """Whether a layer of a family here is products of `flat` and little besides."""
+    return "odd" not in family and flat.takes(rows, 512, 1152, torch.bfloat16, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("batch", "width"), [*((n, 1) for n in range(1, 17)), (1, 7), (2, 4), (2, 5), (64, 1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_as_near_float32(family: str, dtype: torch.dtype, batch: int, width: int, calls: list[int]) -> None:
+def test_logits_are_as_near_float32(family: str, dtype: torch.dtype, batch: int, width: int, calls: list[int],
+                                         products: list[int]) -> None:
     model = build(family, dtype)
     truth = logits(copy.deepcopy(model).float(), batch, width)
     own = (logits(model, batch, width) - truth).abs()
@@ -80,9 +100,28 @@ def test_logits_are_as_near_float32(family: str, dtype: torch.dtype, batch: int,
     assert fused.report(model) == []
     error = (logits(model, batch, width) - truth).abs()
     assert calls == [batch * width] * 3 * STEPS
+    assert products == calls * (4 if in_products(family, batch * width) else 0)
     eps = torch.finfo(dtype).eps
     assert error.max() <= 2 * own.max() + eps * truth.abs().max()
     assert error.mean() <= 1.2 * own.mean() + eps
+
+
+@pytest.mark.parametrize("what", ["weight", "input"])
+def test_tensors_off_16_bytes_go_another_way(what: str, calls: list[int], products: list[int]) -> None:
+    """`flat` reads in vectors; what it can't is computed as many rows are."""
+    model = build("Llama", torch.bfloat16)
+    fused.choose(model, True)
+    x = torch.randn(1 + 512, device="cuda", dtype=torch.bfloat16)
+    if what == "weight":
+        for one in model.model.layers:
+            weight = one.mlp.down_proj.weight
+            weight.data = torch.cat((weight.data.flatten()[:1], weight.data.flatten()))[1:].view_as(weight)
+    start = 1 if what == "input" else 0
+    position = model.model.rotary_emb(x, torch.zeros(1, 1, dtype=torch.long, device="cuda"))
+    with torch.no_grad():
+        model.model.layers[0](x[start : start + 512].view(1, 1, 512), position_embeddings=position)
+    assert calls == [1]
+    assert not products
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,10 +147,12 @@ def test_other_calls_are_the_familys(what: str, calls: list[int]) -> None:
     assert not calls
 
 
-def test_a_graph_of_a_step_has_the_same_bits() -> None:
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+def test_a_graph_of_a_step_has_the_same_bits(tokens: int) -> None:
+    """With all products in `flat`, and at 12 rows with none."""
     model = build("Llama", torch.bfloat16)
     fused.choose(model, True)
-    ids = torch.randint(1, 211, (2, 3), device="cuda")
+    ids = torch.randint(1, 211, (2, tokens), device="cuda")
     step = torch.no_grad()(lambda: model(ids, use_cache=False).logits)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -123,14 +164,14 @@ def test_a_graph_of_a_step_has_the_same_bits() -> None:
     count = kernels.compiled_count
     with torch.cuda.graph(graph):
         out = step()
-    ids.copy_(torch.randint(1, 211, (2, 3), device="cuda"))
+    ids.copy_(torch.randint(1, 211, (2, tokens), device="cuda"))
     graph.replay()
     assert torch.equal(out, step())
     assert kernels.compiled_count == count
 
 
 def test_bfloat16_is_rounded_as_transformers_rounds_it() -> None:
-    """Rotation to the bit, which has no sums and no functions of its own; norms and silu within one rounding."""
+    """Rotation to the bit, which has no long sums and no functions of its own; norms and silu within one rounding."""
     apply = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
     generator = torch.Generator("cuda").manual_seed(1)
     noise = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)

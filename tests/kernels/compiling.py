@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from wavefill.backends.gpu import configs, kernels, launch, many, nvrtc, operators
+from wavefill.backends.gpu import configs, flat, kernels, launch, layer, many, nvrtc, operators
 from wavefill.backends.gpu.configs import Config
 from wavefill.backends.gpu.kernels import ROUNDS, STREAM_K, Variant
 from wavefill.backends.gpu.nvrtc import Build
@@ -50,10 +50,11 @@ class Job:
         if isinstance(self.variant, Build):
             return f"{self.target} {self.variant}"
         have = dict(self.variant.constants)
-        parts = [f"{key}{have[key]:d}" for key in ("D", "DV", "GP", "T", "STAGES", "COLUMNS", "STATES") if key in have]
+        parts = [f"{key}{have[key]:d}" for key in ("D", "DV", "GP", "T", "STAGES", "COLUMNS", "STATES", "N", "HALF")
+                 if key in have]
         parts += [*([f"kind{have['KIND']}"] if "KIND" in have else []), f"{self.variant.num_warps}warps"]
         parts += [key.lower() for key in ("PAGED", "UNIT", "SCANNED", "BY_WORKER", "PDL", "SEVERAL", "CAPPED", "SLOPED",
-                                          "SINKS", "MASKED") if have.get(key)]
+                                          "SINKS", "MASKED", "NORMED", "ADDED") if have.get(key)]
         return " ".join([self.target, self.variant.kernel, self.variant.dtype, *parts])
 
 
@@ -146,6 +147,20 @@ def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int])
         config = configs.portable(max(D, DV), G, 4 if dtype == "float32" else 2)
         yield from jobs(config, target, variants(config, D, G, StreamK(), DV=DV, dtype=dtype, page_size=page_size,
                                                  aligned=aligned, B=B, pdl=pdl))
+
+
+def layer_jobs(target: str) -> Iterator[Job]:
+    """The kernels of a decoder layer, and on Hopper the products of a few rows."""
+    for dtype, aligned in itertools.product(("float32", "float16", "bfloat16"), (True, False)):
+        for N, added in itertools.product((64, 4096, layer.MAX_NORM), (True, False)):
+            yield Job(layer.norm_variant(dtype, N, added, aligned), target)
+        for D, half, normed in ((128, 64, False), (128, 64, True), (96, 48, False), (128, 16, False)):
+            yield Job(layer.rotate_variant(dtype, D, half, normed, aligned), target)
+        yield Job(layer.gate_variant(dtype, aligned), target)
+    if target == HOPPER:
+        for dtype in ("float16", "bfloat16"):
+            for build in flat.builds(dtype):
+                yield Job(build, target, 1 if build.staged else flat.PER_SM)
 
 
 def several_jobs(target: str, head_sizes: Iterable[int], *, few: bool = False) -> Iterator[Job]:

@@ -13,11 +13,13 @@ from compiling import (
     Result,
     compile_all,
     hopper_jobs,
+    layer_jobs,
     many_jobs,
     portable_jobs,
     several_jobs,
 )
 
+from wavefill.backends.gpu import flat
 from wavefill.backends.gpu.kernels import CHUNKS
 from wavefill.backends.gpu.many import JOINERS, THREADS
 from wavefill.backends.gpu.nvrtc import Build
@@ -34,9 +36,10 @@ Results = dict[Job, Result]
 @pytest.fixture(scope="module")
 def results() -> Results:
     everything = [*hopper_jobs(), *many_jobs(), *portable_jobs(HOPPER, HEAD_SIZES, GROUPS),
-                  *several_jobs(HOPPER, (64, 80, 128, 256))]
+                  *several_jobs(HOPPER, (64, 80, 128, 256)), *layer_jobs(HOPPER)]
     for target in OTHERS:
-        everything += [*portable_jobs(target, (80, 256), (8,)), *several_jobs(target, (80,), few=True)]
+        everything += [*portable_jobs(target, (80, 256), (8,)), *several_jobs(target, (80,), few=True),
+                       *layer_jobs(target)]
     return compile_all(everything)
 
 
@@ -54,7 +57,7 @@ def none_is(results: Results, bad: Callable[[Job, Result], bool]) -> None:
 @pytest.mark.parametrize("target", [HOPPER, *OTHERS])
 def test_everything_compiles(results: Results, target: str) -> None:
     here = {job: result for job, result in results.items() if job.target == target}
-    assert {job.kernel for job in here} >= {"portable", "merge", "prefix", "expand"}
+    assert {job.kernel for job in here} >= {"portable", "merge", "prefix", "expand", "norm", "rotate", "gate"}
     none_is(here, lambda job, result: bool(result.error))
 
 
@@ -75,7 +78,7 @@ def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Resul
     """Two where it asks for two; the second waits in the slow way of caches that cannot be read in vectors."""
     def too_large(job: Job, result: Result) -> bool:
         if isinstance(job.variant, Build):
-            threads = {"many": THREADS, "join": JOINERS}.get(job.kernel)
+            threads = {"many": THREADS, "join": JOINERS, "flat": flat.THREADS}.get(job.kernel)
             warps = threads // 32 if threads else job.variant.warps
         elif not dict(job.variant.constants).get("UNIT", True):
             return False

@@ -14,15 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavefill.backends.gpu import layer
+import layer_reference
+from layer_reference import normed, silu_times
+from wavefill.backends.gpu import flat, layer
 
 DTYPES = (torch.float32, torch.float16)
-
-
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm as transformers rounds it, in float64 of float64."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -33,17 +29,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((front * cos[:, None] + half * sin[:, None], rest), -1)
 
 
-def silu_times(x: Tensor) -> Tensor:
-    g, u = x.chunk(2, -1)
-    return torch.nn.functional.silu(g) * u
-
-
 def hold(got: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """At most twice the error of PyTorch in the same dtype, plus the rounding of the result."""
-    truth = compute(*(x.double() for x in inputs))
-    error, plain = (got.double() - truth).abs(), (compute(*inputs).double() - truth).abs()
-    eps = torch.finfo(got.dtype).eps
-    assert bool((error.amax(-1) <= 2 * plain.amax(-1) + eps * truth.abs().amax(-1)).all())
+    """`layer_reference.hold` of a function of tensors."""
+    layer_reference.hold(got, lambda wide: compute(*(x.double() if wide else x for x in inputs)))
 
 
 def noise(*size: int, dtype: torch.dtype, columns: int | None = None) -> Tensor:
@@ -120,9 +108,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_layers_compute_what_the_family_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of a prompt and two steps, with a cache, and every layer of them through the kernels."""
+def test_fused_layers_compute_what_the_family_does(family: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a prompt and two steps, with a cache, and every layer of them through the kernels.
+
+    few: steps, of two rows, go through `flat.linear`, for which PyTorch stands in.
+    """
     transformers = pytest.importorskip("transformers")
     from wavefill.integrations.transformers import fused
 
@@ -139,6 +131,10 @@ def test_fused_layers_compute_what_the_family_does(family: str, monkeypatch: pyt
     for name in ("rms_norm", "add_rms_norm", "rotate_", "silu_mul"):
         monkeypatch.setattr(layer, name, interpreted(name))
     monkeypatch.setattr(fused, "_takes", lambda x, kwargs: True)
+    if few:
+        monkeypatch.setattr(flat, "takes", lambda rows, *_, **__: rows <= flat.MOST_ROWS)
+        monkeypatch.setattr(flat, "linear", lambda *args, **more: calls.append("linear") or layer_reference.product(
+            *args, **more))
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(3)
     model = kind(kind.config_class(
@@ -164,7 +160,9 @@ def test_fused_layers_compute_what_the_family_does(family: str, monkeypatch: pyt
     fused.choose(model, True)
     assert fused.report(model) == []
     got = logits()
-    assert calls == ["rms_norm", "rotate_", "add_rms_norm", "silu_mul"] * 2 * 3
+    many = ["rms_norm", "rotate_", "add_rms_norm", "silu_mul"] * 2
+    step = ["linear", "rotate_", "linear", "linear", "linear"] * 2 if few else many
+    assert calls == many + 2 * step
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     fused.choose(model, False)
     assert torch.equal(logits(), expected)

@@ -1,5 +1,7 @@
 """Decoder layers whose decoding steps take few launches on a GPU: two merged products, and one kernel between each two.
 
+A few rows on a GPU of compute capability 9.0 take less yet: products that norm, gate and add by themselves.
+
 A layer is switched by its class and nothing else. Weights that are multiplied with the same input are put behind each
 other in one tensor, of which the modules' parameters become views: names, values and identities of parameters stay, and
 nothing is kept besides them. Each call looks at the modules and at where the weights are, so whatever becomes of a
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.utils import output_capturing
 
+from wavefill.backends.gpu import flat
 from wavefill.backends.gpu import layer as kernels
 from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.linears import FlatLinear, _watched
@@ -377,33 +380,69 @@ def _heads(attention: Any) -> tuple[int, int, int]:
 
 # ---- the layer
 
+#: Weight [N, K] and bias [N] of a product; weight [K] and eps of a norm.
+_Linear: TypeAlias = tuple[Tensor, Tensor | None]
+_Norm: TypeAlias = tuple[Tensor, float]
+
+
+class _Weights(NamedTuple):
+    """Of a layer's products, merged ones among them, and of its norms: before attention, and after."""
+
+    qkv: _Linear
+    out: _Linear
+    gate_up: _Linear
+    down: _Linear
+    first: _Norm
+    second: _Norm
+
 
 def _forward(layer: Any, family: Family, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """What the decoder layer returns, of [B, T, hidden], with the arguments that it gets."""
     batch, tokens, size = hidden_states.shape
     x = hidden_states.reshape(batch * tokens, size).contiguous()
-    norm = layer.input_layernorm
-    normed = kernels.rms_norm(x, norm.weight, norm.variance_epsilon)
-    attended = _attention(layer.self_attn, family, _product(layer, family.qkv, normed), batch, tokens, kwargs)
-    norm = layer.post_attention_layernorm
-    x, normed = kernels.add_rms_norm(x, attended, norm.weight, norm.variance_epsilon)
-    inner = kernels.silu_mul(_product(layer, family.gate_up, normed))
-    down = layer.mlp.down_proj
-    x.addmm_(inner, down.weight.t())  # x is new, and the sum is part of the product
-    if down.bias is not None:
-        x += down.bias
-    return x.view(batch, tokens, size)
+    qkv, gate_up = map(_stack, _groups(layer, family))
+    assert qkv is not None
+    assert gate_up is not None
+    out, down = ((one.weight, one.bias) for one in (layer.self_attn.o_proj, layer.mlp.down_proj))
+    norms = ((one.weight, one.variance_epsilon) for one in (layer.input_layernorm, layer.post_attention_layernorm))
+    weights = _Weights(qkv, out, gate_up, down, *norms)
+    compute = _in_products if _few(x, weights) else _between_products
+    return compute(x, weights, lambda qkv: _attention(layer.self_attn, family, qkv, batch, tokens, kwargs)).view(
+        batch, tokens, size)
 
 
-def _product(layer: nn.Module, paths: Sequence[str], x: Tensor) -> Tensor:
-    """The merged product of x [rows, K]."""
-    stack = _stack([_at(layer, path) for path in paths])
-    assert stack is not None
-    return nn.functional.linear(x, *stack)
+def _few(x: Tensor, weights: _Weights) -> bool:
+    """Whether `flat` computes all products of a layer for the rows of x."""
+    products = [weight for weight, _ in weights[:4]]
+    if any(one.data_ptr() % 16 for one in (x, weights.first[0], weights.second[0], *products)):
+        return False
+    return all(flat.takes(len(x), len(weight), weight.shape[1], x.dtype, x.device, normed=normed)
+               for weight, normed in zip(products, (True, False, True, False), strict=True))
+
+
+def _in_products(x: Tensor, weights: _Weights, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """The layer's result of x [rows, hidden]; `attend` takes q, k and v and returns all heads' outputs."""
+    attended = attend(flat.linear(x, *weights.qkv, norm=weights.first))
+    x = flat.linear(attended, *weights.out, residual=x)
+    inner = flat.linear(x, *weights.gate_up, norm=weights.second, gated=True)
+    return flat.linear(inner, *weights.down, residual=x)
+
+
+def _between_products(x: Tensor, weights: _Weights, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same for any rows and devices, by products of PyTorch and a kernel between each two."""
+    linear = nn.functional.linear
+    attended = attend(linear(kernels.rms_norm(x, *weights.first), *weights.qkv))
+    x, normed = kernels.add_rms_norm(x, linear(attended, *weights.out), *weights.second)
+    inner = kernels.silu_mul(linear(normed, *weights.gate_up))
+    weight, bias = weights.down
+    x.addmm_(inner, weight.t())  # x is new, and the sum is part of the product
+    if bias is not None:
+        x += bias
+    return x
 
 
 def _attention(attention: Any, family: Family, qkv: Tensor, batch: int, tokens: int, kwargs: dict[str, Any]) -> Tensor:
-    """What the attention module returns [B * T, hidden], of q, k and v [B * T, (HQ + 2 * KH) * D] before rotation."""
+    """All heads' outputs [B * T, HQ * D], of q, k and v [B * T, (HQ + 2 * KH) * D] before rotation."""
     rest: dict[str, Any] = {"position_ids": None, "use_cache": False, **kwargs}
     cos, sin = rest.pop("position_embeddings")
     mask = rest.pop("attention_mask", None)
@@ -423,5 +462,5 @@ def _attention(attention: Any, family: Family, qkv: Tensor, batch: int, tokens: 
         attention.config._attn_implementation, sys.modules[type(attention).__module__].eager_attention_forward)
     out, _ = interface(attention, query, key, value, mask, dropout=0.0, scaling=attention.scaling,
                        **family.windows(attention), **rest)
-    projection = attention.o_proj
-    return nn.functional.linear(out.reshape(batch * tokens, -1).contiguous(), projection.weight, projection.bias)
+    attended: Tensor = out.reshape(batch * tokens, -1).contiguous()
+    return attended

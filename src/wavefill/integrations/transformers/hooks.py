@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.cache import WavefillCache, adopt, rows_of
 from wavefill.integrations.transformers.current import get_step, set_step, untraced
-from wavefill.integrations.transformers.graphs import storage_of
+from wavefill.integrations.transformers.graphs import graphed
 from wavefill.integrations.transformers.names import previous_of
 from wavefill.spec import UnsupportedModel, invalid
 
@@ -72,8 +72,10 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     # Only now, so that a new DynamicCache is left as it is by a call that is refused.
     made = WavefillCache(decoder) if held is None else None
     rows = adopt(held if made is None else made, config)
-    step = rows.begin(inputs.shape[0], inputs.shape[1], attention_mask, config)
-    step.storage = storage_of(decoder)
+    batch, q_len, replays = inputs.shape[0], inputs.shape[1], graphed(decoder)
+    defer = replays is not None and replays.may_replay(rows, q_len)
+    step = rows.begin(batch, q_len, attention_mask, config, defer=defer)
+    step.storage = None if replays is None else replays.storage
     set_step(step)
     if made is None:
         return None

@@ -20,6 +20,7 @@ from itertools import accumulate
 from operator import add, sub
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -30,10 +31,13 @@ from wavefill.integrations.transformers import kernels
 from wavefill.integrations.transformers.states import Saved, States
 from wavefill.integrations.transformers.storage import Storage
 from wavefill.pages import picks_of
-from wavefill.spec import invalid, invalid_type
+from wavefill.spec import InvalidArgument, OutOfPages, invalid, invalid_type
 
 #: A pool that is full grows to this many times what is needed, so that the copies add up to a constant a token.
 GROWTH = 1.5
+#: Pages a row that a GPU's first pool has at least, if they fit: short conversations then move none, which would cost
+#: the captured graphs of their steps.
+ROOM = 16
 #: Kinds of devices that a model, and a mask, may be on.
 DEVICES = ("cpu", "cuda")
 
@@ -59,6 +63,7 @@ class Step:
     ids:    the requests of the rows; those of rows without a past are there once a layer has written.
     given:  the mask on the device that the caller gave it on, or None when all are real.
     storage: pages that the cache may have when it has none yet.
+    doubt:  the mask [batch, past + q_len] that was given, while nobody has looked whether it is what `mask` says.
     """
 
     rows: Rows
@@ -71,15 +76,24 @@ class Step:
     ids: tuple[int, ...]
     given: Tensor | None = None
     storage: Storage | None = None
+    doubt: Tensor | None = None
 
     def __post_init__(self) -> None:
         #: Layers that have written their K and V, and those whose attention has been computed.
         self.written = self.attended = 0
-        self.slots: Tensor | None = None
+        #: Where the real new tokens go, once pages are claimed for them: `PagedKVCache.claim`.
+        self.claimed: list[int] | None = None
 
     def new_pages(self, **sizes: Any) -> PagedKVCache:
         """Pages for the rows, which have none; `sizes` as `PagedKVCache` takes them, but their number."""
-        return PagedKVCache(0, **sizes) if self.storage is None else self.storage.pages_for(self.rows, **sizes)
+        storage = self.storage if sizes["device"].type == "cuda" else None
+        return PagedKVCache(0, **sizes) if storage is None else storage.pages_for(self.rows, **sizes)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 [real new tokens], where they go, on the pages' device; there once pages are claimed."""
+        assert self.claimed is not None
+        return placed(torch.from_numpy(np.array(self.claimed, np.int64)), self.rows.pages.device)
 
     @cached_property
     def seq_lens(self) -> Tensor:
@@ -111,7 +125,7 @@ class Step:
         """Real new tokens of each row."""
         return (self.q_len,) * self.batch if self.new is None else tuple(self.new.sum(1).tolist())
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Real tokens of each row with the new ones."""
         return tuple(map(add, self.held, self.counts))
@@ -212,11 +226,15 @@ class Rows:
 
     # -- the steps ----------------------------------------------------------------------------------------------
 
-    def begin(self, batch: int, q_len: int, attention_mask: Tensor | None, config: Any) -> Step:
+    def begin(
+        self, batch: int, q_len: int, attention_mask: Tensor | None, config: Any, *, defer: bool = False
+    ) -> Step:
         """The step that adds `q_len` slots to each of `batch` rows; until `end`, the cache holds what it did.
 
         attention_mask: [batch, slots so far + q_len], nonzero for real tokens, or None when all are. Cached tokens
                         that it no longer has are dropped.
+        defer: don't wait for the mask's device where a cache goes on: take it for the one that generate makes, the
+               cache's own with real tokens after. `confirms` or `begin_anew` ends the doubt; `write` sees to it.
         Raises `InvalidArgument` for a batch or a mask that doesn't continue what the cache holds.
         """
         self._settle()
@@ -226,16 +244,34 @@ class Rows:
                           "Start a new cache, or call its batch_repeat_interleave or batch_select_indices.")
         total = held.slots + q_len
         self._check_mask(batch, total, attention_mask)
-        if attention_mask is None or (held.mask is None and bool(attention_mask[:, :total].all())):
-            mask = given = None
-            same = True
+        seen = None if attention_mask is None else attention_mask[:, :total]
+        # States change with the mask, and before K and V are written.
+        doubt = seen if defer and held.slots and not self.states.layers else None
+        if seen is None or doubt is not None:
+            mask, given, same = self._own_mask(q_len), None, True
         else:
-            mask, given, same = self._continued(attention_mask[:, :total].to(torch.bool, copy=True), q_len)
+            mask, given, same = self._continued(seen, q_len)
         ids, lengths = (held.ids, held.lengths) if held.slots else ((), (0,) * batch)
         if mask is not None and held.slots and not same:
             ids, lengths = self._without(mask[:, :held.slots])
         self._save()
-        return Step(self, config, batch, q_len, held.slots, mask, lengths, ids, given)
+        return Step(self, config, batch, q_len, held.slots, mask, lengths, ids, given, doubt=doubt)
+
+    def confirms(self, step: Step) -> bool:
+        """Whether a step's mask is what it was taken for; if so, there is no doubt any more."""
+        if step.doubt is None:
+            return True
+        same, step.given = self._is_own(step.doubt, step.q_len)
+        if same:
+            step.doubt = None
+        return same
+
+    def begin_anew(self, step: Step) -> None:
+        """Begin a step in doubt once more, as the same object, by what its mask says. Raises as `begin` does."""
+        anew = self.begin(step.batch, step.q_len, step.doubt, step.config)
+        anew.storage = step.storage
+        vars(step).clear()
+        vars(step).update(vars(anew))
 
     def _check_mask(self, batch: int, total: int, attention_mask: Tensor | None) -> None:
         """Raise `InvalidArgument` unless there is a mask where one is needed, over all slots, that can be read."""
@@ -253,19 +289,33 @@ class Rows:
             raise invalid("attention_mask", "must be on the CPU or a GPU", attention_mask.device,
                           "Make it where the model is.")
 
-    def _continued(self, given: Tensor, q_len: int) -> tuple[Tensor, Tensor, bool]:
-        """A mask over all slots with the new ones, some of them padding, checked against the padding that the cache was
-        filled with: on the host, where it was given, and whether it is the cache's own with real tokens after.
+    def _own_mask(self, q_len: int) -> Tensor | None:
+        """The cache's mask with `q_len` real tokens after, on the host."""
+        return None if self.held.mask is None else pad(self.held.mask, (0, q_len), value=1.0)
 
-        generate gives such a mask in every step of decoding. On a GPU it is compared there, with one synchronisation.
+    def _is_own(self, seen: Tensor, q_len: int) -> tuple[bool, Tensor | None]:
+        """Whether a mask over all slots with the new ones is the cache's own with real tokens after; and where the
+        cache has padding, a bool copy of it. generate gives such a mask in every step of decoding.
+
+        On a GPU it is compared there, with one synchronisation of the current stream.
         """
         held = self.held
-        if held.mask is not None:
-            before = held.given
-            if before is None or before.device != given.device:
-                before = placed(held.mask, given.device)
-            if torch.equal(given, pad(before, (0, q_len), value=1.0)):
-                return given if given.is_cpu else pad(held.mask, (0, q_len), value=1.0), given, True
+        if held.mask is None:
+            return bool(seen.all()), None
+        given, before = seen.to(torch.bool, copy=True), held.given
+        if before is None or before.device != given.device:
+            before = placed(held.mask, given.device)
+        return torch.equal(given, pad(before, (0, q_len), value=1.0)), given
+
+    def _continued(self, seen: Tensor, q_len: int) -> tuple[Tensor | None, Tensor | None, bool]:
+        """A mask over all slots with the new ones, checked against the padding that the cache was filled with: on the
+        host and where it was given, None when all are real, and whether it is the cache's own with real tokens after.
+        """
+        held = self.held
+        same, given = self._is_own(seen, q_len)
+        if same:
+            return given if given is None or given.is_cpu else self._own_mask(q_len), given, True
+        given = seen.to(torch.bool, copy=True) if given is None else given
         mask = given.cpu()
         if held.mask is not None and bool((mask[:, :held.slots] & ~held.mask).any()):
             raise invalid("attention_mask", "must be 0 where the cache was filled with padding",
@@ -279,8 +329,10 @@ class Rows:
             raise invalid("past_key_values", "must be written by an enabled model, each layer once and in order",
                           f"layer {layer} after {step.written} of them",
                           "Call wavefill.integrations.transformers.enable(model) first, and pass this cache to it.")
-        if step.slots is None:
-            step.slots = self._reserve(step, key, value)
+        if step.doubt is not None and not self.confirms(step):
+            self.begin_anew(step)
+        if step.claimed is None:
+            self._reserve(step, key, value)
         kernels.append(self.view(layer), _packed(step, key), _packed(step, value), step.slots)
         step.written += 1
 
@@ -308,8 +360,8 @@ class Rows:
             self._pages.restore(dict(zip(self.held.ids, self.held.lengths, strict=True)))
         self._changing = False
 
-    def _reserve(self, step: Step, key: Tensor, value: Tensor) -> Tensor:
-        """Slots for the step's real tokens, at the first layer, when sizes, dtype and device are known."""
+    def _reserve(self, step: Step, key: Tensor, value: Tensor) -> None:
+        """Pages for the step's real tokens, at the first layer, when sizes, dtype and device are known."""
         if key.device.type not in DEVICES:
             raise invalid("model", "must be on the CPU or a GPU", key.device, "Call model.to('cpu').")
         if key.dtype not in DTYPE_NAMES:
@@ -321,17 +373,18 @@ class Rows:
                 layers=self.layers, kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3],
                 dtype=key.dtype, device=key.device,
             )
-        return self.claim(step)
+        self.claim(step)
 
-    def claim(self, step: Step) -> Tensor:
-        """Pages for a step's real tokens where the rows have pages already: int64 [real new tokens], their slots, on
-        the pages' device. Until `end` they are the step's alone.
-        """
+    def claim(self, step: Step) -> None:
+        """Pages for a step's real tokens where the rows have pages already; until `end` they are the step's alone."""
         self._changing = True
         if not step.ids:
             step.ids = tuple(self.pages.add(step.batch))
-        self._make_room(step.held, step.counts)
-        return self.pages.reserve(step.ids, step.counts)
+        try:
+            step.claimed = self.pages.claim(step.ids, step.counts)
+        except OutOfPages:
+            self._make_room(step.held, step.counts)
+            step.claimed = self.pages.claim(step.ids, step.counts)
 
     def _takes(self, key: Tensor, value: Tensor) -> bool:
         """Whether the pages of an empty cache, which another model may have used, are made for such K and V."""
@@ -345,9 +398,17 @@ class Rows:
         # A row takes a page more when its part-filled last page is shared and has to be copied.
         size = self.pages.page_size
         need = sum(-(-(n + count) // size) - n // size for n, count in zip(held, counts, strict=True))
-        if need > self.pages.free_pages:
-            used = self.pages.num_pages - self.pages.free_pages
-            self.pages.grow(int((used + need) * GROWTH) + 1)
+        if need <= self.pages.free_pages:
+            return
+        needed = self.pages.num_pages - self.pages.free_pages + need
+        wanted = int(needed * GROWTH) + 1
+        if self.pages.device.type == "cpu":
+            self.pages.grow(wanted)
+            return
+        try:
+            self.pages.grow(wanted if self.pages.num_pages else max(wanted, ROOM * len(held)))
+        except InvalidArgument:
+            self.pages.grow(needed)
 
     def _without(self, past: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Requests and lengths of the rows without the tokens that a new mask over the cached slots no longer has:

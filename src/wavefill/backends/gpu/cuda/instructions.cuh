@@ -9,6 +9,8 @@ constexpr float LOG2_E = 1.44269504089f;
 #define ELEMENT "f16"
 #endif
 
+struct Map; // where the copy engine finds a cache
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // What a warp read and wrote in shared memory comes before what it asks the copy engine to put there.
@@ -86,7 +88,7 @@ __device__ __forceinline__ float exp2_of(float x) {
 }
 
 // A head's sink in base 2; one past 2.3e38 would become infinite.
-__device__ __forceinline__ float sink_at(const Args& a, i32 head) {
+template <class A> __device__ __forceinline__ float sink_at(const A& a, i32 head) {
     return fminf(__ldg(a.sinks + head) * LOG2_E, 3.4e38f);
 }
 

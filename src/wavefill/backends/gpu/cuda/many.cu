@@ -99,8 +99,9 @@ struct Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES, "as many.py has it");
 extern __shared__ __align__(1024) unsigned char memory[];
 
+// Not by __ldg, which may be moved ahead of the wait for the kernel that makes the rows.
 __device__ __forceinline__ i32 row_word(const Args& a, i64 at) {
-    return JOINED ? reinterpret_cast<const i32*>(memory)[at] : __ldg(a.rows + at);
+    return JOINED ? reinterpret_cast<const i32*>(memory)[at] : a.rows[at];
 }
 
 #include "scan.cuh"
@@ -432,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     many(const __grid_constant__ Maps maps, const __grid_constant__ Args a) {
     Shared& sh = *reinterpret_cast<Shared*>(memory);
     const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (a.early) asm volatile("griddepcontrol.launch_dependents;");
+    if (JOINED && a.early) asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
         prefetch(maps.k), prefetch(maps.v);
         for (i32 i = 0; i < STAGES; i++) {
@@ -448,7 +449,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (at < (a.requests - 1) * a.t_b + a.limit / (PAGE ? PAGE : 1)) prefetch(a.table + at);
     }
     if (JOINED && warp == 1) make_rows(a, sh.rows, lane);
-    if (!JOINED) asm volatile("griddepcontrol.wait;" ::: "memory"); // for the rows
+    if (!JOINED) {
+        asm volatile("griddepcontrol.wait;" ::: "memory"); // for the rows
+        if (a.early) asm volatile("griddepcontrol.launch_dependents;");
+    }
     const i32 param = Walk::parameter(a, lane);
     __syncthreads();
     if (warp < 4) {
