@@ -55,8 +55,8 @@ class _NoGPU:
 
     cuda = SimpleNamespace(
         CUDAGraph=_Replayed, graph=lambda graph, **how: nullcontext(), Event=_Event, set_stream=lambda stream: None,
-        Stream=lambda device, priority=0: SimpleNamespace(wait_event=lambda event: None), stream=lambda s: nullcontext(),
-        current_stream=lambda device=None: None, device=lambda device: nullcontext(),
+        Stream=lambda device, priority=0: SimpleNamespace(wait_event=lambda event: None),
+        stream=lambda stream: nullcontext(), current_stream=lambda device=None: None, device=lambda d: nullcontext(),
     )
 
     def __getattr__(self, name: str) -> Any:
