@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -269,6 +270,7 @@ class Graph:
             with _capturing, torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._on_buffers(step, kwargs)
         except Exception as error:
+            _clear_up(graph, current.device_index)
             raise _CannotCapture(str(error).partition("\n")[0]) from error
         finally:
             torch.cuda.set_stream(current)  # where torch leaves the other one after a failure
@@ -301,6 +303,19 @@ class Graph:
         # By its key: from 5.24 on an output says that it has either name.
         self._cache = next(name for name in output.keys() if name in _CACHES)  # noqa: SIM118
         self._output = type(output)(**{name: value for name, value in output.items() if name != self._cache})
+
+
+#: Graphs whose capture failed: the allocator may go on asking one whether it is capturing.
+_failed: list[torch.cuda.CUDAGraph] = []
+
+
+def _clear_up(graph: torch.cuda.CUDAGraph, index: int) -> None:
+    """What torch leaves undone when the end of a capture fails: its pool takes no more, and random numbers go on."""
+    _failed.append(graph)
+    with suppress(RuntimeError):  # it had come so far
+        torch._C._cuda_endAllocateToPool(index, graph.pool())
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state().graphsafe_get_state())
 
 
 class _Numbers:
