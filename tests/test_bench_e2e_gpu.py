@@ -278,6 +278,15 @@ def test_a_way_that_fails_leaves_the_others_and_the_model_as_they_were(monkeypat
 
 
 @pytest.mark.usefixtures("_small")
+def test_the_models_own_end_stops_no_case() -> None:
+    model = shapes.build(shapes.find("llama-3.1-8b", layers=1), "float32", 0, "cpu")
+    model.generation_config.eos_token_id = ends = list(range(model.config.vocab_size))
+    (found,) = e2e_gpu.Bench(model).run([Case(24, 16, 1)], ["wavefill"])
+    assert (len(found.steps), found.notes, found.absent) == (15, (), None)
+    assert model.generation_config.eos_token_id == ends
+
+
+@pytest.mark.usefixtures("_small")
 def test_nothing_is_begun_after_the_end() -> None:
     model = shapes.build(shapes.find("llama-3.1-8b", layers=1), "float32", 0, "cpu")
     (found,) = e2e_gpu.Bench(model, stop_after=-1).run([Case(24, 16, 1)], ["sdpa"])

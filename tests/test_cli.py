@@ -43,20 +43,22 @@ def test_help_of_every_command(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("generate", "--model", "no/such/folder"), ["model", "smollm2", "no/such/folder", "save_pretrained"]),
+    (("generate", "--model", "no/such/folder"), ["error: --model: ", "smollm2", "no/such/folder", "save_pretrained"]),
     (("generate", "--compare", "flash"), ["--compare", "sdpa", "'flash'"]),
     (("generate", "--dtype", "int4"), ["--dtype", "float32, bfloat16, both", "'int4'"]),
-    (("generate", "--prompt", "no-such-file.txt"), ["no-such-file.txt", "No such file"]),
-    (("bench", "kernels", "--rows", "llama9"), ["rows", "llama8b-b1-1k", "'llama9'"]),
+    (("generate", "--prompt", "no-such-file.txt"), ["error: --prompt: ", "no-such-file.txt", "No such file"]),
+    (("generate", "--seed", str(2**70)), ["--seed"]),
+    (("bench", "kernels", "--rows", "llama9"), ["error: --rows: ", "llama8b-b1-1k", "'llama9'"]),
     (("bench", "kernels", "--schedules", "fastest"), ["--schedules", "stream_k", "'fastest'"]),
-    (("bench", "kernels", "--rows", "llama8b-b1-1k", "--layout", "blocks"), ["layout", "contiguous", "'blocks'"]),
-    (("bench", "kernels", "--rows", "llama8b-b1-1k", "--dtype", "int8"), ["dtype", "bfloat16", "'int8'"]),
+    (("bench", "kernels", "--rows", "llama8b-b1-1k", "--layout", "blocks"), ["--layout: ", "contiguous", "'blocks'"]),
+    (("bench", "kernels", "--rows", "llama8b-b1-1k", "--dtype", "int8"), ["error: --dtype: ", "bfloat16", "'int8'"]),
     (("bench", "kernels", "--rows", ","), ["rows", "names with commas between", "an empty name"]),
     (("bench", "kernels", "--rows", "llama8b-b1-1k", "--page-size", "99999999999"), ["--page-size", "65536"]),
     (("bench", "kernels", "--threads", "1025"), ["--threads", "1024"]),
     (("bench", "overhead", "--threads", str(2**70)), ["--threads", "1024"]),
     (("generate", "--threads", str(2**31)), ["--threads", "1024"]),
     (("explain",), ["--lens"]),
+    (("explain", "--lens", "4", "--html", "/dev/null/x.html"), ["error: --html: must be a file", "/dev/null/x.html"]),
 ], ids=lambda value: "_".join(value).replace("--", "") if isinstance(value, tuple) else "")
 def test_mistakes_get_a_message_and_exit_code_2(arguments: tuple[str, ...], words: list[str]) -> None:
     result = run(*arguments)
@@ -112,7 +114,7 @@ def test_errors_have_an_exit_code_and_no_traceback(
 
 def test_debug_shows_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WAVEFILL_DEBUG", "1")
-    with pytest.raises(RuntimeError, match="the sky fell"), _errors.plain_errors():
+    with pytest.raises(RuntimeError, match="the sky fell"), _errors.plain_errors({}):
         raise RuntimeError("the sky fell")
 
 

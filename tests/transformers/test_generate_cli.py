@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from typer.testing import CliRunner, Result
 
 from wavefill import cli
-from wavefill.bench import decoding, gguf, prompts
+from wavefill.bench import decoding, gguf, prompts, shapes
 from wavefill.bench import models as store
 from wavefill.bench.divergence import Comparison, FirstDifference
 from wavefill.spec import BackendUnavailable, InvalidArgument
@@ -100,6 +100,7 @@ def test_comparison(folder: Path, tmp_path: Path, dtype: str) -> None:
         assert run["tokens"]["identical"]
         assert run["tokens"]["count"] == 40
     apart = decoding.slow_in(getattr(torch, dtype))
+    assert run["sdpa"]["attention"] == "sdpa"
     for way in ("wavefill", "sdpa"):
         # 40 tokens in blocks of 16, 16 and 8, less the first of each; one counted round of 16 at 64. A prompt that is
         # read apart takes one more.
@@ -131,6 +132,26 @@ def test_text_is_streamed_and_summed_up(folder: Path) -> None:
     assert "tokens are identical" in result.stdout
 
 
+def test_a_family_with_a_soft_cap_is_labelled_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    shapes.build(shapes.find("gemma-2-9b", layers=1), "float32", 0, vocab_size=len(tokenizer), hidden_size=48,
+                 intermediate_size=64, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    arguments = ("--compare", "sdpa", "--context", "60", "--max-new-tokens", "4")
+    shown = generate(tmp_path, *arguments).stdout
+    assert "transformers eager" in shown
+    assert "sdpa" not in shown
+    run, = json.loads(generate(tmp_path, *arguments, "--json").stdout)["runs"]
+    assert run["sdpa"]["attention"] == "eager"
+
+    first = FirstDifference(3, (7, 8), (1.0, 1.0), 2.0, (3.0, 0.1), "float64", within_rounding=False)
+    monkeypatch.setattr("wavefill.bench.e2e.compare", lambda *_: Comparison(False, 8, 3.0, first))
+    result = runner.invoke(cli.app, ["generate", "--model", str(tmp_path), *arguments])
+    assert "eager 8, whose logits" in result.stdout
+    assert "error: the tokens differ from eager's" in result.stderr
+    assert "sdpa" not in result.output
+
+
 def test_other_tokens_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FirstDifference(3, (7, 8), (1.0, 1.0), 2.0, (3.0, 0.1), "float64", within_rounding=False)
     monkeypatch.setattr("wavefill.bench.e2e.compare", lambda *_: Comparison(False, 8, 3.0, first))
@@ -146,14 +167,14 @@ def test_linear_layers_are_switched_for_wavefills_blocks_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, linear: str
 ) -> None:
     blocks: list[tuple[str, set[str]]] = []
-    real = decoding._greedy  # called within each block, once the model was turned to its way
+    real = decoding.greedy  # called within each block, once the model was turned to its way
 
-    def noted(model: Any, *arguments: Any) -> Any:
+    def noted(model: Any, *arguments: Any, **settings: Any) -> Any:
         kinds = {type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.Linear)}
         blocks.append((model.config._attn_implementation, kinds))
-        return real(model, *arguments)
+        return real(model, *arguments, **settings)
 
-    monkeypatch.setattr(decoding, "_greedy", noted)
+    monkeypatch.setattr(decoding, "greedy", noted)
     result = generate(folder, "--compare", "sdpa", "--context", "200", "--max-new-tokens", "20", "--json",
                       "--linear", linear)
     found = json.loads(result.stdout)
@@ -203,8 +224,8 @@ def test_prompts_from_a_file_and_from_standard_input(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--context", "100000"], "context"),
-    (["--context", "0"], "context"),
+    (["--context", "100000"], "error: --context: "),
+    (["--context", "0"], "error: --context: "),
     (["--context", "510", "--max-new-tokens", "20"], "room for the new tokens"),
 ], ids=["too_long", "too_short", "no_room"])
 def test_contexts_that_cannot_be(folder: Path, arguments: list[str], words: str) -> None:
@@ -258,6 +279,35 @@ class TestDecoder:
         assert len(whole.steps) == 11
         assert len(parts.steps) == 9
         assert parts.first > 0
+
+    @pytest.mark.parametrize("ends", [int, lambda token: [token, 3]], ids=["one", "several"])
+    def test_only_a_block_that_is_to_stop_ends_at_the_models_end(self, folder: Path, ends: Any) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        free, stopped, whole = (decoding.Decoder("sdpa", model, list(range(5, 40)), lambda m: m) for _ in range(3))
+        free.block(8)
+        model.generation_config.eos_token_id = ends(free.tokens[0])
+        before = model.generation_config
+        stopped.block(8, stop_at_end=True)
+        assert stopped.tokens == free.tokens[:1]
+        whole.block(8)
+        assert whole.tokens == free.tokens
+        assert model.generation_config is before
+        assert before.eos_token_id == ends(free.tokens[0])
+
+    def test_tokens_are_the_likeliest_whatever_the_model_would_have_drawn(self, folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=50.0, min_new_tokens=3)
+        decoder = decoding.Decoder("sdpa", model, list(range(5, 40)), lambda m: m)
+        decoder.block(8)
+        assert decoder.tokens == [int(row.argmax()) for row in decoder.logits]
+
+    def test_the_models_settings_come_back_after_a_failure(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        before = model.generation_config
+        monkeypatch.setattr(model, "forward", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decoding.greedy(model, torch.tensor([[5, 6]]), 2)
+        assert model.generation_config is before
 
     def test_the_listener_is_not_timed(self) -> None:
         clock = decoding.Clock(lambda token: __import__("time").sleep(0.05))

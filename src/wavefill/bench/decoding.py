@@ -82,10 +82,7 @@ class Decoder:
         self.attach(self.model)
         ids = torch.tensor([self.prompt + self.tokens])
         clock = Clock(on_token)
-        past = {} if self.cache is None else {cache_argument(self.model): self.cache}
-        result = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), streamer=clock,
-            generation_config=_greedy(self.model, count, stop_at_end), **past)
+        result = greedy(self.model, ids, count, clock, self.cache, stop_at_end=stop_at_end, output_logits=True)
         self.cache = getattr(result, "cache", None) or result.past_key_values
         self.tokens += result.sequences[0, ids.shape[1]:].tolist()
         self.logits += [step[0].float() for step in result.logits]
@@ -147,15 +144,30 @@ def _widened(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _greedy(model: Any, count: int, stop_at_end: bool) -> Any:
-    """A generation config without any of the model's sampling settings."""
+def greedy(model: Any, ids: Tensor, count: int, streamer: Any = None, cache: Any = None, *, stop_at_end: bool = False,
+           **settings: Any) -> Any:
+    """What `model.generate()` returns for `count` tokens after ids [B, T], each the likeliest.
+
+    The model's own generation settings (its ends of text, penalties, a cache) are left out: generate() would take them
+    wherever a call's configuration says nothing.
+
+    cache:       that of an earlier call, to go on from.
+    stop_at_end: end at the model's end-of-text tokens; otherwise no token ends a text.
+    settings:    more fields of the GenerationConfig.
+    """
+    import torch
     from transformers import GenerationConfig
 
     own = model.generation_config
-    end = own.eos_token_id
-    pad = own.pad_token_id if own.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
-    return GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=end if stop_at_end else None,
-                            pad_token_id=pad, return_dict_in_generate=True, output_logits=True)
+    stop = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id} if stop_at_end else {}
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, return_dict_in_generate=True, **stop, **settings)
+    past = {} if cache is None else {cache_argument(model): cache}
+    model.generation_config = GenerationConfig()
+    try:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, generation_config=config,
+                              **past)
+    finally:
+        model.generation_config = own
 
 
 def cache_argument(model: Any) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavefill.bench.decoding import Decoder, OnToken
 from wavefill.bench.divergence import Comparison, compare
-from wavefill.bench.shapes import _WITHOUT_SDPA
+from wavefill.bench.shapes import WITHOUT_SDPA
 from wavefill.bench.timing import ReadBandwidth
 
 if TYPE_CHECKING:
@@ -69,13 +69,15 @@ class Timing:
 class Result:
     """Both implementations on one prompt.
 
-    sdpa:           of the model's own attention: eager, where sdpa isn't exact.
+    sdpa:           of the model's own attention.
+    attention:      what that is: "sdpa", or "eager" where sdpa isn't exact.
     read_bandwidth: bytes per second, the median of passes made between the blocks.
     kv_bytes:       read by one token at the full context beyond those at the short context.
     """
 
     wavefill: Timing
     sdpa: Timing
+    attention: str
     read_bandwidth: float
     kv_bytes: float
     tokens: tuple[int, ...]
@@ -86,7 +88,7 @@ class Result:
         growing = self.sdpa.growing / self.wavefill.growing if both and self.wavefill.growing > 0 else None
         return {
             "wavefill": self.wavefill.to_dict(self.kv_bytes),
-            "sdpa": self.sdpa.to_dict(self.kv_bytes),
+            "sdpa": {"attention": self.attention} | self.sdpa.to_dict(self.kv_bytes),
             "speedup": {"token": self.sdpa.token / self.wavefill.token, "growing": growing,
                         "first_token": self.sdpa.first / self.wavefill.first},
             "read_bandwidth_gbs": self.read_bandwidth / 1e9,
@@ -103,7 +105,7 @@ def load(folder: Path, dtype: str, device: str = "cpu") -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True,
-        attn_implementation="eager" if config.model_type in _WITHOUT_SDPA else "sdpa").to(device).eval()
+        attn_implementation="eager" if config.model_type in WITHOUT_SDPA else "sdpa").to(device).eval()
 
 
 def decode(
@@ -134,7 +136,7 @@ def run(
     for begin in range(0, new_tokens, BLOCK):
         count = min(BLOCK, new_tokens - begin)
         if begin == 0:
-            report("sdpa reads the prompt", 0.2)
+            report(f"{theirs.name} reads the prompt", 0.2)
         theirs.block(count)
         bandwidth.measure()
         if begin == 0:
@@ -150,7 +152,7 @@ def run(
     middle = len(prompt) + new_tokens / 2
     grown = kv_bytes(model, middle) - kv_bytes(model, SHORT_CONTEXT + BLOCK / 2)
     return Result(Timing(ours.first, tuple(ours.steps), short[0]), Timing(theirs.first, tuple(theirs.steps), short[1]),
-                  bandwidth.median(), grown, tuple(ours.tokens), comparison)
+                  theirs.name, bandwidth.median(), grown, tuple(ours.tokens), comparison)
 
 
 def _short_steps(
@@ -178,9 +180,10 @@ def _wavefill(model: Any, prompt: list[int], linear: str) -> Decoder:
 
 
 def _sdpa(model: Any, prompt: list[int]) -> Decoder:
+    """The model's own attention, named by what it is."""
     from wavefill.integrations.transformers import disable
 
-    return Decoder("sdpa", model, prompt, disable)
+    return Decoder(disable(model).config._attn_implementation, model, prompt, disable)
 
 
 def kv_bytes(model: Any, context: float) -> float:

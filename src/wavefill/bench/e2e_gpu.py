@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from wavefill.bench.decoding import Clock, cache_argument
+from wavefill.bench.decoding import Clock, greedy
 from wavefill.bench.e2e import head_dim
 from wavefill.bench.e2e_gpu_cases import DISCARDED, IN_PLACE, Case, Size, size_of, skipped
 
@@ -293,17 +293,8 @@ class Bench:
 
     def _generate(self, ids: Tensor, new: int, clock: Clock | None, way: str, *, chunk: int | None = None,
                   max_time: float | None = None, cache: Any = None) -> Any:
-        """`generate` without sampling and without an end of text."""
-        import torch
-        from transformers import GenerationConfig
-
-        static = {"cache_implementation": "static"} if way == "static" else {}
-        config = GenerationConfig(
-            max_new_tokens=new, do_sample=False, eos_token_id=None, return_dict_in_generate=True, max_time=max_time,
-            pad_token_id=self.model.generation_config.pad_token_id, prefill_chunk_size=chunk, **static)
-        past = {} if cache is None else {cache_argument(self.model): cache}
-        return self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, generation_config=config,
-                                   **past)
+        return greedy(self.model, ids, new, clock, cache, max_time=max_time, prefill_chunk_size=chunk,
+                      cache_implementation="static" if way == "static" else None)
 
     def _profile_of(self, result: Any, step: float, way: str) -> Profile:
         """Some more steps on the cache that `generate` returned, under torch.profiler."""
@@ -341,12 +332,11 @@ def is_attention(kernel: str) -> bool:
 
 @contextmanager
 def _attached(model: Any, way: str) -> Iterator[None]:
-    """Inside, the model decodes by `way` and no token ends a text; afterwards it is as it was."""
+    """Inside, the model decodes by `way`; afterwards it is as it was."""
     from wavefill.integrations.transformers import disable, enable
 
     turn_on: Any = enable
-    before, end = model.config._attn_implementation, model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = None  # where a call's configuration has none, generate takes the model's
+    before = model.config._attn_implementation
     try:
         if way in IN_PLACE:
             turn_on(model, **({"fuse": True} if way == "wavefill-fused" else {}))
@@ -354,7 +344,6 @@ def _attached(model: Any, way: str) -> Iterator[None]:
             model.set_attn_implementation("flash_attention_2")
         yield
     finally:
-        model.generation_config.eos_token_id = end
         disable(model)
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)

@@ -69,7 +69,8 @@ def overhead_table(results: Sequence[Overhead]) -> tuple[list[str], Cells]:
 
 
 def generate_table(run: dict[str, Any]) -> tuple[list[str], Cells]:
-    """Header and rows of one run of `wavefill generate`, with sdpa's column where it was compared."""
+    """Header and rows of one run of `wavefill generate`, with the column of stock transformers where it was compared.
+    """
     ours, theirs = run["wavefill"], run.get("sdpa")
     lines = [  # label, key, format
         ("first token, prompt included", "first_token_s", "{:.1f} s"),
@@ -90,7 +91,9 @@ def generate_table(run: dict[str, Any]) -> tuple[list[str], Cells]:
             factor = speedup.get(ratio.get(key, ""))
             row += [_figure(form, theirs, key), f"{factor:.2f}x" if factor else ""]
         cells.append(row)
-    header = [f"{run['dtype']}", "wavefill"] + ([] if theirs is None else ["transformers sdpa", "speed-up"])
+    header = [f"{run['dtype']}", "wavefill"]
+    if theirs is not None:
+        header += [f"transformers {theirs['attention']}", "speed-up"]
     return header, cells
 
 
@@ -107,13 +110,12 @@ def verdict(run: dict[str, Any]) -> str:
     if tokens["identical"]:
         return (f"all {tokens['count']} tokens are identical (largest logit difference "
                 f"{tokens['max_logit_difference']:.2g})")
-    first = tokens["first_difference"]
+    first, stock = tokens["first_difference"], run["sdpa"]["attention"]
     ids, gaps, errors = first["tokens"], first["gaps"], first["errors"]
     return (f"the first {first['index']} of {tokens['count']} tokens are identical; then wavefill chose {ids[0]} and "
-            f"sdpa {ids[1]}, whose logits are {gaps[0]:.3g} (wavefill) and {gaps[1]:.3g} (sdpa) apart. In "
-            f"{first['precise']} they are {abs(first['exact_gap']):.3g} apart, and the logits of wavefill and sdpa are "
-            f"off by at most "
-            f"{errors[0]:.3g} and {errors[1]:.3g}: "
+            f"{stock} {ids[1]}, whose logits are {gaps[0]:.3g} (wavefill) and {gaps[1]:.3g} ({stock}) apart. In "
+            f"{first['precise']} they are {abs(first['exact_gap']):.3g} apart, and the logits of wavefill and {stock} "
+            f"are off by at most {errors[0]:.3g} and {errors[1]:.3g}: "
             + ("a tie within rounding." if first["within_rounding"] else "MORE THAN ROUNDING EXPLAINS."))
 
 

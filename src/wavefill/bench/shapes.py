@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Values of the block that the weights repeat: a prime, so that no two rows of a matrix are the same.
 _PERIOD = 2**22 - 3
 #: Families whose attention sdpa leaves a part of out: a soft cap, sinks. transformers computes them eagerly.
-_WITHOUT_SDPA = ("gemma2", "gpt_oss")
+WITHOUT_SDPA = ("gemma2", "gpt_oss")
 #: Functions of torch.nn.init and methods of tensors; by name, since transformers puts its own in their places.
 _DRAWING = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 
@@ -47,7 +47,7 @@ class Shape:
     @property
     def attention(self) -> str:
         """transformers' own attention that computes the model exactly."""
-        return "eager" if self.fields["model_type"] in _WITHOUT_SDPA else "sdpa"
+        return "eager" if self.fields["model_type"] in WITHOUT_SDPA else "sdpa"
 
     def __str__(self) -> str:
         cut = "" if self.layers == self.all_layers else f", {self.layers} of {self.all_layers} layers"

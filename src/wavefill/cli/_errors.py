@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
@@ -22,11 +22,16 @@ from wavefill.spec import WavefillError
 #: The extra that brings a module which the core install leaves out.
 _EXTRAS = {"torch": "torch", "transformers": "transformers", "gguf": "transformers", "safetensors": "transformers",
            "tokenizers": "transformers", "accelerate": "transformers", "matplotlib": "bench"}
+#: Where the context of a command keeps its options by parameter.
+_OPTIONS = "wavefill.options"
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Turn errors of the block into a message on stderr and `typer.Exit`."""
+def plain_errors(options: Mapping[str, str]) -> Iterator[None]:
+    """Turn errors of the block into a message on stderr and `typer.Exit`.
+
+    options: of the command by parameter, such as {"page_size": "--page-size"}; filled while the block runs.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -37,7 +42,7 @@ def plain_errors() -> Iterator[None]:
     except Exception as error:
         if hasattr(error, "exit_code"):  # the command line library's own: usage errors and Exit
             raise
-        message = user_message(error)
+        message = user_message(error, options)
         if message is not None:
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from None
@@ -48,10 +53,14 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def user_message(error: Exception) -> str | None:
-    """The message for an error that a user can do something about, or None for any other."""
+def user_message(error: Exception, options: Mapping[str, str]) -> str | None:
+    """The message for an error that a user can do something about, or None for any other.
+
+    One about a parameter of the library, such as HQ, names the option that it came by.
+    """
     if isinstance(error, WavefillError):
-        return str(error)
+        parameter, colon, rest = str(error).partition(": ")
+        return options.get(parameter.lower(), parameter) + colon + rest
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
         if module not in _EXTRAS:
@@ -65,11 +74,21 @@ def user_message(error: Exception) -> str | None:
 
 
 class Commands(TyperGroup):
-    """The group of all commands, with `plain_errors` around each."""
+    """The group of all commands, with `plain_errors` around each, whose messages name options as they are typed."""
 
     def invoke(self, ctx: Any) -> Any:
-        with plain_errors():
+        with plain_errors(ctx.meta.setdefault(_OPTIONS, {})):
             return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        found = super().resolve_command(ctx, args)
+        command: Any
+        _, command, rest = found
+        while rest and rest[0] in getattr(command, "commands", ()):
+            command, rest = command.commands[rest[0]], rest[1:]
+        if command is not None:
+            ctx.meta.setdefault(_OPTIONS, {}).update({option.name: option.opts[0] for option in command.params})
+        return found
 
 
 def run(app: typer.Typer) -> None:

@@ -27,16 +27,31 @@ def print_json(value: Any) -> None:
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as JSON, making the folder where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    """Write `value` to `path`, that of --output, as JSON, making the folder where it is missing."""
+    with written("--output", path):
+        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def written(option: str, path: Path) -> Iterator[None]:
+    """For a block that writes `path`: makes the folder where it is missing; a failure names the option."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise invalid(option, "must be a file that can be written", f"{str(path)!r} ({error.strerror or error})",
+                      "Choose another.") from error
 
 
 def read_prompt(prompt: str | None) -> str | None:
     """The text of --prompt: of a file, or of standard input for "-"; None without it."""
     if prompt is None:
         return None
-    raw = sys.stdin.buffer.read() if prompt == "-" else Path(os.path.expanduser(prompt)).read_bytes()
+    try:
+        raw = sys.stdin.buffer.read() if prompt == "-" else Path(os.path.expanduser(prompt)).read_bytes()
+    except OSError as error:
+        raise invalid("--prompt", "must be a text file, or - for standard input",
+                      f"{prompt!r} ({error.strerror or error})", "Check the path.") from error
     try:
         return raw.decode("utf-8").removesuffix("\n")  # the end of the last line is no part of a question
     except UnicodeDecodeError as error:

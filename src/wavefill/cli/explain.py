@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavefill import cost, hardware
-from wavefill.cli._output import print_json
-from wavefill.spec import Fixed, Invariant, Schedule, StreamK, invalid, parse_schedule, whole
+from wavefill.cli._output import print_json, written
+from wavefill.spec import MAX_INT, MAX_LENGTH, MAX_TILE, SCHEDULES, Fixed, Invariant, Schedule, StreamK, invalid, whole
 
 if TYPE_CHECKING:
     from wavefill.reference import Emulation
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 EMULATE_TILES = 50_000
 #: Most bytes of float32 keys and values that `--emulate` makes up.
 EMULATE_BYTES = 2 << 30
+#: Read bandwidths that --read-gbs takes, in GB/s: from far below those of any machine to far above.
+LEAST_GBS, MOST_GBS = 1e-6, 1e9
 #: Most requests that --lens and --batch may count.
 MAX_REQUESTS = 1 << 20
 
@@ -29,7 +31,8 @@ MAX_REQUESTS = 1 << 20
 def explain(
     lens: Annotated[str | None, typer.Option(
         help="Keys of each request: lengths or COUNTxLENGTH, with commas, as in 131072,65536,14x4096.")] = None,
-    batch: Annotated[int, typer.Option(help="Requests of --context keys each, instead of --lens.")] = 1,
+    batch: Annotated[int | None, typer.Option(
+        help="Requests of --context keys each, instead of --lens; 1 if not given.")] = None,
     context: Annotated[int | None, typer.Option(help="Keys of each of the --batch requests.")] = None,
     hq: Annotated[int, typer.Option(help="Query heads.")] = 32,
     kh: Annotated[int, typer.Option(help="KV heads.")] = 8,
@@ -66,6 +69,8 @@ def explain(
     from wavefill.select import explain as choose
 
     seq_lens = _lengths(lens, batch, context)
+    if read_gbs is not None and not LEAST_GBS <= read_gbs <= MOST_GBS:
+        raise invalid("--read-gbs", f"must be {LEAST_GBS:g} to {MOST_GBS:g}", read_gbs, "Give GB/s.")
     queries = seq_lens if q_lens == "all" else None if q_lens is None else _counted("--q-lens", q_lens)
     choice = choose(
         seq_lens, HQ=hq, KH=kh, D=d, DV=dv, dtype=dtype, page_size=None if contiguous else page_size,
@@ -86,12 +91,16 @@ def explain(
             typer.echo(f"wrote {path}")
 
 
-def _lengths(lens: str | None, batch: int, context: int | None) -> list[int]:
+def _lengths(lens: str | None, batch: int | None, context: int | None) -> list[int]:
     if (lens is None) == (context is None):
         raise invalid("--lens", "is needed, or --context with --batch, and not both",
                       "neither" if lens is None else "both", "For example --lens 131072,65536,14x4096.")
     if context is not None:
-        return [context] * whole("--batch", batch, 0, MAX_REQUESTS)
+        return [whole("--context", context, 0, MAX_LENGTH)] * whole("--batch", 1 if batch is None else batch, 0,
+                                                                    MAX_REQUESTS)
+    if batch is not None:
+        raise invalid("--batch", "goes with --context, and must be left out with --lens", batch,
+                      "Write COUNTxLENGTH in --lens.")
     return _counted("--lens", lens or "")
 
 
@@ -107,15 +116,15 @@ def _counted(option: str, text: str) -> list[int]:
         if len(found) + count > MAX_REQUESTS:
             raise invalid(option, f"may count at most {MAX_REQUESTS:,} requests", f"{len(found) + count:,}",
                           "Give fewer.")
-        found += [int(match[2])] * count
+        found += [whole(option, int(match[2]), 0, MAX_LENGTH)] * count
     return found
 
 
 def _schedule(text: str) -> Schedule | str:
     """`NAME`, or `NAME:FIELD=NUMBER`, or `fixed:flashdecoding`."""
     name, _, option = text.partition(":")
-    if not option:
-        return parse_schedule(name)
+    if not option and name in SCHEDULES:
+        return name
     if name == "fixed" and option in ("flashdecoding", "rule=flashdecoding"):
         return Fixed(rule="flashdecoding")
     field, _, number = option.partition("=")
@@ -125,9 +134,9 @@ def _schedule(text: str) -> Schedule | str:
     }
     kind = kinds.get((name, field))
     if kind is None or not number.isdecimal() or len(number) > 19:
-        raise invalid("--schedule", "takes fixed:splits=N, fixed:chunk=N, fixed:flashdecoding, invariant:chunk=N or "
-                      "stream_k:tile=N beside the plain names", repr(text[:60]), "Use one of these.")
-    made: Schedule = kind(**{field: int(number)})
+        raise invalid("--schedule", f"takes {', '.join(SCHEDULES)}, fixed:splits=N, fixed:chunk=N, "
+                      "fixed:flashdecoding, invariant:chunk=N or stream_k:tile=N", repr(text[:60]), "Use one of these.")
+    made: Schedule = kind(**{field: whole("--schedule", int(number), 1, MAX_TILE if kind is StreamK else MAX_INT)})
     return made
 
 
@@ -136,10 +145,10 @@ def _write_files(choice: Choice, html: Path | None, png: Path | None) -> None:
         return
     from wavefill.timeline import write_html, write_png
 
-    for path, write in ((html, write_html), (png, write_png)):
+    for option, path, write in (("--html", html, write_html), ("--png", png, write_png)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(choice, path)
+            with written(option, path):
+                write(choice, path)
 
 
 def _emulate(choice: Choice, seq_lens: list[int], *, quiet: bool) -> Emulation:
