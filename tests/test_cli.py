@@ -34,7 +34,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    (), ("generate",), ("bench",), ("bench", "kernels"), ("bench", "overhead"), ("explain",), ("doctor",),
+    (), ("generate",), ("bench",), ("bench", "kernels"), ("bench", "overhead"), ("explain",), ("advise",), ("doctor",),
 ], ids=lambda a: "_".join(a) or "top")
 def test_help_of_every_command(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")

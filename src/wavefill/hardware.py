@@ -7,10 +7,11 @@ accumulation.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +38,9 @@ class Gpu:
     l2:            bytes of L2 cache.
     shared_memory: bytes of shared memory (LDS) of one SM or CU.
     bf16_flops, fp8_flops: peak FLOP/s of the tensor cores; fp8_flops is None where there is no fp8.
+    exps:          exponentials/s of the special function units, at the boost clock: 16 a clock and SM (CUDA programming
+                   guide, throughput of arithmetic instructions; FlashAttention-3, arXiv:2407.08608, gives 3.9e12 for an
+                   H100) or CU (a quarter of 64 lanes), where the source doesn't say otherwise.
     source:        where the figures come from.
     capability:    compute capability (NVIDIA), None for others.
     measured_read: bytes/s of a kernel that only reads, where that was measured.
@@ -51,6 +55,7 @@ class Gpu:
     shared_memory: int
     bf16_flops: float
     fp8_flops: float | None
+    exps: float
     source: str
     capability: tuple[int, int] | None = None
     measured_read: float | None = None
@@ -112,43 +117,44 @@ _HOPPER = "Data sheet; NVIDIA Hopper tuning guide (228 KB of shared memory an SM
 
 GPUS = (
     Gpu("A100", sms=108, bandwidth=2.039e12, memory=80 * _GIB, l2=40 * _MIB, shared_memory=164 * _KIB,
-        bf16_flops=312e12, fp8_flops=None, capability=(8, 0),
+        bf16_flops=312e12, fp8_flops=None, exps=2.44e12, capability=(8, 0),
         source="NVIDIA A100 80GB SXM data sheet; NVIDIA Ampere tuning guide (164 KB of shared memory an SM)"),
     Gpu("H100", sms=132, bandwidth=3.35e12, memory=80 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=989.5e12, fp8_flops=1979e12, capability=(9, 0),
+        bf16_flops=989.5e12, fp8_flops=1979e12, exps=3.87e12, capability=(9, 0),
         source=f"NVIDIA H100 SXM. {_HOPPER}",
         note="The data sheet prints 1,979 and 3,958 TFLOP/s with sparsity; these are their halves."),
     Gpu("H200", sms=132, bandwidth=4.8e12, memory=141 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=989.5e12, fp8_flops=1979e12, capability=(9, 0), measured_read=4.575e12,
+        bf16_flops=989.5e12, fp8_flops=1979e12, exps=3.87e12, capability=(9, 0), measured_read=4.575e12,
         source=f"NVIDIA H200 SXM. {_HOPPER}",
         note="The read bandwidth was measured by this project."),
     Gpu("B200", sms=148, bandwidth=8.0e12, memory=180 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2250e12, fp8_flops=4500e12, capability=(10, 0),
+        bf16_flops=2250e12, fp8_flops=4500e12, exps=5e12, capability=(10, 0),
         source="NVIDIA DGX B200 data sheet, an eighth of it (180 GB, 64 TB/s; 72 PFLOP/s fp8 are with sparsity); "
-               "NVIDIA Blackwell tuning guide; SMs and L2 (126.5 MiB) are driver reports",
+               "NVIDIA Blackwell tuning guide; SMs and L2 (126.5 MiB) are driver reports; exponentials: Inside "
+               "NVIDIA Blackwell Ultra (NVIDIA, 2025)",
         note="The HGX data sheet and the memory clock say 7.7 TB/s."),
     Gpu("GB200", sms=152, bandwidth=8.0e12, memory=186 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2500e12, fp8_flops=5000e12, capability=(10, 0),
+        bf16_flops=2500e12, fp8_flops=5000e12, exps=5e12, capability=(10, 0),
         source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; NVIDIA Blackwell tuning guide; SMs are driver "
-               "reports"),
+               "reports; exponentials: Inside NVIDIA Blackwell Ultra (NVIDIA, 2025)"),
     Gpu("GB300", sms=152, bandwidth=8.0e12, memory=279 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2500e12, fp8_flops=5000e12, capability=(10, 3),
+        bf16_flops=2500e12, fp8_flops=5000e12, exps=10.7e12, capability=(10, 3),
         source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s); NVIDIA Blackwell tuning guide; "
-               "SMs are driver reports",
+               "SMs are driver reports; exponentials: Inside NVIDIA Blackwell Ultra (NVIDIA, 2025)",
         note="The full chip has 160 SMs."),
     Gpu("MI250X", sms=110, bandwidth=1.6384e12, memory=64 * _GIB, l2=8 * _MIB, shared_memory=64 * _KIB,
-        bf16_flops=191.5e12, fp8_flops=None,
+        bf16_flops=191.5e12, fp8_flops=None, exps=2.99e12,
         source="AMD Instinct MI250X data sheet, halved; ROCm GPU specifications (L2, LDS)",
         note="One of the card's two dies, which HIP lists as a device of its own."),
     Gpu("MI300X", sms=304, bandwidth=5.325e12, memory=192 * _GIB, l2=32 * _MIB, shared_memory=64 * _KIB,
-        bf16_flops=1307.4e12, fp8_flops=2614.9e12,
+        bf16_flops=1307.4e12, fp8_flops=2614.9e12, exps=10.2e12,
         source="AMD Instinct MI300X data sheet; ROCm GPU specifications (L2 of 4 MiB on each of 8 dies, LDS)",
         note="A 256 MiB Infinity Cache sits behind the L2."),
     Gpu("L40S", sms=142, bandwidth=864e9, memory=48 * _GIB, l2=96 * _MIB, shared_memory=100 * _KIB,
-        bf16_flops=362.05e12, fp8_flops=733e12, capability=(8, 9),
+        bf16_flops=362.05e12, fp8_flops=733e12, exps=5.73e12, capability=(8, 9),
         source="NVIDIA L40S data sheet; NVIDIA Ada tuning guide (100 KB of shared memory an SM)"),
     Gpu("RTX 4090", sms=128, bandwidth=1008e9, memory=24 * _GIB, l2=72 * _MIB, shared_memory=100 * _KIB,
-        bf16_flops=165.2e12, fp8_flops=330.3e12, capability=(8, 9),
+        bf16_flops=165.2e12, fp8_flops=330.3e12, exps=5.16e12, capability=(8, 9),
         source="NVIDIA Ada GPU architecture white paper, appendix A; NVIDIA Ada tuning guide"),
 )
 
@@ -179,6 +185,28 @@ def lookup(name: str) -> Device:
         raise invalid("device", f"must be one of {', '.join(device_names())}", repr(name),
                       "Use a name of this list; for another GPU take the nearest one and pass workers.")
     return gpu
+
+
+def gpu_file(path: Path) -> Gpu:
+    """The GPU that a JSON file describes: an object of `Gpu`'s fields, as in {"name": "X", "sms": 100, ...}.
+
+    Raises InvalidArgument for a file that is none, a field that is missing or unknown, and a value that is no number.
+    """
+    rule, step = "must be a JSON object of a GPU's fields", "docs/advise.md has an example."
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise invalid("gpu", rule, f"{str(path)!r} ({error})", step) from None
+    known = {each.name: each for each in fields(Gpu)}
+    needed = {name for name, each in known.items() if each.default is MISSING}
+    if not isinstance(found, dict) or not needed <= set(found) <= set(known):
+        raise invalid("gpu", rule, repr(path.name), f"It needs {', '.join(sorted(needed))}. {step}")
+    for name, value in found.items():
+        texts, none = name in ("name", "source", "note"), value is None and known[name].type.endswith("None")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30
+        if name != "capability" and not (isinstance(value, str) if texts else none or number):
+            raise invalid("gpu", f"{name} must be {'text' if texts else 'a number above 0'}", repr(value), step)
+    return Gpu(**found | {"capability": tuple(found["capability"]) if found.get("capability") else None})
 
 
 def this_cpu() -> Cpu:

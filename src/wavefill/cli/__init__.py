@@ -1,4 +1,4 @@
-"""The command line: `wavefill generate | bench | explain | doctor`.
+"""The command line: `wavefill generate | bench | explain | advise | doctor`.
 
 A file a command, each a thin layer over the library. Nothing here loads torch before a command needs it.
 """
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from wavefill.cli import _errors, bench, doctor, explain, generate
+from wavefill.cli import _errors, advise, bench, doctor, explain, generate
 
 __all__ = ["app", "main"]
 
@@ -36,6 +36,7 @@ def _options(
 app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
 app.command()(explain.explain)
+app.command()(advise.advise)
 app.command()(doctor.doctor)
 
 
