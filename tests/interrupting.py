@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 #: What a cache is made of.
-FILES = ("transformers/rows.py", "wavefill/cache.py", "wavefill/pages.py")
+FILES = ("transformers/rows.py", "transformers/step.py", "wavefill/cache.py", "wavefill/pages.py")
 
 
 def run(call: Callable[[], Any], stop: int = 0) -> int:

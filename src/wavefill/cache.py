@@ -46,6 +46,14 @@ class KVPages:
     v: Tensor
 
 
+def placed(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, in a copy that nobody waits for, from pinned memory, which torch keeps."""
+    if device.type == "cpu":
+        return x
+    with torch.cuda.device(device):
+        return x.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass
 class _Open:
     """A step that some layers have written and others, `missing`, have not. slots: [tokens] int64."""
@@ -470,7 +478,7 @@ class PagedKVCache:
         self._changed(pages=bool(step.placed))
 
     def _placed(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """The numbers on the cache's device. A GPU's copy comes from pinned memory, which torch keeps until then."""
+        """The numbers on the cache's device."""
         found = torch.from_numpy(values)
         if self.device.type == "cpu":
             return found
@@ -478,7 +486,7 @@ class PagedKVCache:
             if torch.cuda.is_current_stream_capturing():
                 raise invalid("cache", "can't make a step's tensors while a CUDA graph is captured, which would repeat "
                               "that step", "a capture", "Make them ahead, and copy each step's into the graph's own.")
-            return found.pin_memory().to(self.device, non_blocking=True)
+        return placed(found, self.device)
 
     def _changed(self, *, pages: bool) -> None:
         """Forgets the tensors that lengths, and pages too, went into. New ones are made, so old ones stay as given."""

@@ -33,7 +33,7 @@ from transformers import DynamicCache, PreTrainedModel
 from interrupting import run
 from wavefill import PagedKVCache, WavefillError
 from wavefill.integrations.transformers import WavefillCache, disable, enable
-from wavefill.integrations.transformers import rows as module
+from wavefill.integrations.transformers import step as module
 from wavefill.integrations.transformers.cache import rows_of
 from wavefill.integrations.transformers.rows import Rows
 

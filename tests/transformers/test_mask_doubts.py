@@ -28,7 +28,8 @@ from torch import Tensor
 from wavefill import InvalidArgument
 from wavefill.integrations.transformers import enable, graphs, hooks, storage
 from wavefill.integrations.transformers.graphs import Graph, GraphedForward
-from wavefill.integrations.transformers.rows import Rows, Step
+from wavefill.integrations.transformers.rows import Rows
+from wavefill.integrations.transformers.step import Step
 
 pytestmark = pytest.mark.transformers
 

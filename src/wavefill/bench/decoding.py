@@ -83,7 +83,7 @@ class Decoder:
         ids = torch.tensor([self.prompt + self.tokens])
         clock = Clock(on_token)
         result = greedy(self.model, ids, count, clock, self.cache, stop_at_end=stop_at_end, output_logits=True)
-        self.cache = getattr(result, "cache", None) or result.past_key_values
+        self.cache = cache_of(result)
         self.tokens += result.sequences[0, ids.shape[1]:].tolist()
         self.logits += [step[0].float() for step in result.logits]
         if not self.first:
@@ -168,6 +168,11 @@ def greedy(model: Any, ids: Tensor, count: int, streamer: Any = None, cache: Any
                               **past)
     finally:
         model.generation_config = own
+
+
+def cache_of(result: Any) -> Any:
+    """The cache in what `generate` returned, by either of its names (see `cache_argument`)."""
+    return getattr(result, "cache", None) or result.past_key_values
 
 
 def cache_argument(model: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from wavefill.bench.decoding import Clock, greedy
+from wavefill.bench.decoding import Clock, cache_of, greedy
 from wavefill.bench.e2e import head_dim
 from wavefill.bench.e2e_gpu_cases import DISCARDED, IN_PLACE, Case, Size, size_of, skipped
 
@@ -300,7 +300,7 @@ class Bench:
         """Some more steps on the cache that `generate` returned, under torch.profiler."""
         from torch.profiler import ProfilerActivity, profile
 
-        cache = getattr(result, "cache", None) or result.past_key_values
+        cache = cache_of(result)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self._generate(result.sequences, PROFILED, None, way, cache=cache)
         times: dict[str, float] = {}

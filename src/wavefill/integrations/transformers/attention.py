@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from wavefill.cache import KVPages
+from wavefill.cache import KVPages, placed
 from wavefill.integrations.transformers import continuous, kernels
 from wavefill.integrations.transformers.current import get_step, untraced
 from wavefill.integrations.transformers.names import name_over
-from wavefill.integrations.transformers.rows import Step, placed
+from wavefill.integrations.transformers.step import Step
 from wavefill.integrations.transformers.support import PREVIOUS
 from wavefill.scores import NONE, Options
 from wavefill.spec import UnsupportedModel, invalid

@@ -17,10 +17,14 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from wavefill.integrations.transformers.current import get_step, untraced
-from wavefill.integrations.transformers.rows import Rows, Step
+from wavefill.integrations.transformers.rows import Rows
 from wavefill.integrations.transformers.states import States, copies
+from wavefill.integrations.transformers.step import Step
 from wavefill.integrations.transformers.support import decoder_of, layers_with_keys
 from wavefill.spec import WavefillError, invalid, invalid_type
+
+#: A cache's argument, and its name in an output: up to 5.23, and from 5.24 on (where the old one stays valid).
+CACHE_NAMES = ("past_key_values", "cache")
 
 
 class _Whole:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from wavefill.integrations.transformers.rows import Step
+    from wavefill.integrations.transformers.step import Step
 
 
 P = ParamSpec("P")

@@ -34,6 +34,7 @@ from transformers.utils import output_capturing
 from wavefill.backends.gpu import flat
 from wavefill.backends.gpu import layer as kernels
 from wavefill.integrations.transformers import continuous
+from wavefill.integrations.transformers.cache import CACHE_NAMES
 from wavefill.integrations.transformers.linears import FlatLinear, _watched
 from wavefill.integrations.transformers.support import decoder_of
 from wavefill.spec import UnsupportedModel, complaint
@@ -451,7 +452,7 @@ def _attention(attention: Any, family: Family, qkv: Tensor, batch: int, tokens: 
     rest: dict[str, Any] = {"position_ids": None, "use_cache": False, **kwargs}
     cos, sin = rest.pop("position_embeddings")
     mask = rest.pop("attention_mask", None)
-    past = [rest.pop(name, None) for name in ("cache", "past_key_values")]
+    past = [rest.pop(name, None) for name in CACHE_NAMES]
     HQ, KH, D = _heads(attention)
     norms = (
         {"q_weight": attention.q_norm.weight, "k_weight": attention.k_norm.weight,

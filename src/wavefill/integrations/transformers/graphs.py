@@ -30,9 +30,11 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from wavefill.cache import PagedKVCache
+from wavefill.integrations.transformers.cache import CACHE_NAMES
 from wavefill.integrations.transformers.current import get_step, set_step, untraced
 from wavefill.integrations.transformers.fused import hooked
-from wavefill.integrations.transformers.rows import Rows, Step
+from wavefill.integrations.transformers.rows import Rows
+from wavefill.integrations.transformers.step import Step
 from wavefill.integrations.transformers.storage import Storage
 
 _log = logging.getLogger("wavefill")
@@ -40,10 +42,10 @@ _log = logging.getLogger("wavefill")
 #: One capture at a time: allocations of another thread must not come to lie in its graph.
 _capturing = threading.Lock()
 #: Arguments of a decoder's forward that a graph knows what to do with; any other must be None or False.
-_INPUTS, _CACHES = ("input_ids", "inputs_embeds"), ("past_key_values", "cache")
+_INPUTS = ("input_ids", "inputs_embeds")
 #: Types of values that a module's computation may depend on, and private ones of adapters that do.
 _PLAIN, _SWITCHES = (bool, int, float, str, tuple, list, dict), ("_disable_adapters", "_active_adapter")
-_KNOWN = frozenset((*_INPUTS, *_CACHES, "attention_mask", "position_ids", "use_cache", "return_dict"))
+_KNOWN = frozenset((*_INPUTS, *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "return_dict"))
 #: Kinds of rotary embedding that look at positions on the host.
 _WAITING = ("dynamic", "longrope")
 
@@ -260,7 +262,7 @@ class Graph:
         if self._graph is not None:
             self._graph.replay()
         # In memory of its own: the next step overwrites this one's.
-        cache = next(kwargs[name] for name in _CACHES if kwargs.get(name) is not None)
+        cache = next(kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None)
         hidden = self._output.last_hidden_state.clone()
         return type(self._output)(**{**self._output, "last_hidden_state": hidden, self._cache: cache})
 
@@ -301,7 +303,7 @@ class Graph:
         buffers = {self._name: self._inputs, "position_ids": self._positions, "attention_mask": None}
         output = self._forward(self._decoder(), **{**kwargs, **buffers})
         # By its key: from 5.24 on an output says that it has either name.
-        self._cache = next(name for name in output.keys() if name in _CACHES)  # noqa: SIM118
+        self._cache = next(name for name in output.keys() if name in CACHE_NAMES)  # noqa: SIM118
         self._output = type(output)(**{name: value for name, value in output.items() if name != self._cache})
 
 

@@ -18,14 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from wavefill.integrations.transformers import continuous
-from wavefill.integrations.transformers.cache import WavefillCache, adopt, rows_of
+from wavefill.integrations.transformers.cache import CACHE_NAMES, WavefillCache, adopt, rows_of
 from wavefill.integrations.transformers.current import get_step, set_step, untraced
 from wavefill.integrations.transformers.graphs import graphed
 from wavefill.integrations.transformers.names import previous_of
 from wavefill.spec import UnsupportedModel, invalid
-
-#: The cache's argument: its name up to 5.23, and from 5.24 on (where the old one stays valid).
-CACHE_NAMES = ("past_key_values", "cache")
 
 
 @cache
