@@ -190,6 +190,12 @@ def step(rows: Rows, ids: Tensor, mask: Tensor) -> None:
     rows.end(made, returned=True)
 
 
+def begin_next(rows: Rows) -> None:
+    """As a GPU does between two forwards: the next step of one token a row is under way before its own comes."""
+    if (begun := rows.begin_next(None)) is not None:
+        begun.is_under_way = True
+
+
 def assert_holds(rows: Rows, want: Model) -> None:
     assert rows.slots == (len(want[0]) if want else 0)
     for layer in range(LAYERS if rows.slots else 0):
@@ -216,7 +222,7 @@ class Changes:
         self.token = 0
 
     def any(self, want: Model) -> Change:
-        kinds = [self.forward, self.forward, self.forget, self.crop, self.gather, self.reset]
+        kinds = [self.forward, self.forward, self.next, self.forget, self.crop, self.gather, self.reset]
         return self.random.choice(kinds if want else kinds[:2])(want)
 
     def forward(self, want: Model) -> Change:
@@ -227,6 +233,24 @@ class Changes:
                  for old, new in zip(want or [[]] * rows, ids.tolist(), strict=True)]
         mask = torch.tensor([[x is not None for x in row] for row in after])
         return (lambda it: step(it, ids, mask)), after
+
+    def next(self, want: Model) -> Change:
+        """A step of a real token a row, begun before."""
+        rows = len(want) or 1
+        ids = torch.arange(self.token + 1, self.token + 1 + rows)[:, None]
+        self.token += rows
+        after = [[*old, *new] for old, new in zip(want or [[]] * rows, ids.tolist(), strict=True)]
+        mask = torch.tensor([[x is not None for x in row] for row in after])
+
+        def change(it: Rows) -> None:
+            begin_next(it)
+            step(it, ids, mask)
+
+        return change, after
+
+    def begin(self, want: Model) -> Change:
+        """A step begun, and nothing of it held."""
+        return begin_next, want
 
     def forget(self, want: Model) -> Change:
         """A forward whose mask has lost some of the cached tokens."""
@@ -244,9 +268,10 @@ class Changes:
         return Rows.reset, []
 
 
-@pytest.mark.parametrize("kind", ["first", "forward", "forget", "crop", "gather", "reset"])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kind", ["first", "forward", "next", "begin", "forget", "crop", "gather", "reset"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_change_is_made_or_not_made(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_is_made_or_not_made(kind: str, begun: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PagedKVCache", functools.partial(PagedKVCache, page_size=PAGE))
     changes, start, want = Changes(seed), Rows(range(LAYERS)), []
     for _ in range(0 if kind == "first" else 2 + seed):
@@ -260,8 +285,12 @@ def test_every_change_is_made_or_not_made(kind: str, seed: int, monkeypatch: pyt
     whole = run(functools.partial(change, copy.deepcopy(start)))
     for stop in range(1 + seed, whole + 1, max(whole // 40, 1)):
         rows = copy.deepcopy(start)
+        if begun:
+            begin_next(rows)
         run(functools.partial(change, rows), stop)
         made = rows.slots != start.slots or rows.held.ids != start.held.ids
+        if begun and stop % 2:
+            rows = copy.deepcopy(rows)
         assert_holds(rows, now := after if made else want)
         for _ in range(2):
             following, now = changes.any(now)

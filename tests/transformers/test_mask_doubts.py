@@ -26,7 +26,7 @@ from tiny import (
 from torch import Tensor
 
 from wavefill import InvalidArgument
-from wavefill.integrations.transformers import enable, graphs, hooks, storage
+from wavefill.integrations.transformers import ahead, enable, graphs, hooks, storage
 from wavefill.integrations.transformers.graphs import Graph, GraphedForward
 from wavefill.integrations.transformers.rows import Rows
 from wavefill.integrations.transformers.step import Step
@@ -56,8 +56,10 @@ class _NoGPU:
 
     cuda = SimpleNamespace(
         CUDAGraph=_Replayed, graph=lambda graph, **how: nullcontext(), Event=_Event, set_stream=lambda stream: None,
-        Stream=lambda device, priority=0: SimpleNamespace(wait_event=lambda event: None),
+        Stream=lambda device, priority=0: SimpleNamespace(
+            wait_event=lambda event: None, wait_stream=lambda other: None),
         stream=lambda stream: nullcontext(), current_stream=lambda device=None: None, device=lambda d: nullcontext(),
+        is_current_stream_capturing=lambda: False,
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -82,12 +84,13 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Any:
         on_buffers(self, step, kwargs)
         _Replayed.captured = lambda _: on_buffers(self, step, kwargs)
 
-    for module in (graphs, storage):
+    for module in (ahead, graphs, storage):
         monkeypatch.setattr(module, "torch", _NoGPU())
     monkeypatch.setattr(Graph, "_on_buffers", recorded)
     monkeypatch.setattr(_Replayed, "replays", 0)
     model = enable(fresh("llama"))
     model.model.__dict__["forward"] = _Graphed(model.model)
+    ahead.attach(model, graphs.begin_next)
     return model
 
 
@@ -189,3 +192,44 @@ def test_layers_that_run_as_they_are_look_first(monkeypatch: pytest.MonkeyPatch,
     model = enable(fresh("llama"))
     torch.testing.assert_close(steps(model, ids, masks), steps(stock("llama"), ids, masks), rtol=3e-5, atol=3e-5)
     assert confirmed == [True] * 3 + [False] + [True] * 4
+
+
+@pytest.mark.parametrize("mode", [{}, {"do_sample": True}], ids=["greedy", "sampling"])
+def test_generate_takes_the_steps_that_began_ahead(
+    replaying: Any, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
+    begun, kept = [], Graph.begin
+
+    def noted(self: Graph, rows: Rows, tokens: Tensor) -> Any:
+        begun.append(kept(self, rows, tokens))
+        return begun[-1]
+
+    monkeypatch.setattr(Graph, "begin", noted)
+    batch, found = padded(3, 19, (5, 0, 1)), []
+    for model in (replaying, stock("llama")):
+        torch.manual_seed(3)
+        found.append(tokens(model, batch, 60, **mode))
+    assert torch.equal(*found)
+    assert all(one.is_taken for one in begun if one is not None)
+    assert sum(one is not None for one in begun) in (55, 56, 57)
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "token", "position", "mask"])
+def test_a_step_that_began_with_something_else_runs_anew(replaying: Any, wrong: str) -> None:
+    ids, want = plain(29, 2), []
+    for model in (replaying, stock("llama")):
+        cache, logits = None, []
+        with torch.inference_mode():
+            for i in range(20, 29):
+                start, position = (0, 0) if cache is None else (i - 1, i - 1 + 7 * (wrong == "position" and i == 26))
+                positions = torch.arange(position, position + i - start)[None].expand(2, -1)
+                mask = torch.ones(2, i, dtype=torch.long)
+                mask[0, :4] = int(wrong != "mask" or i < 26)
+                out = model(ids[:, start:i], position_ids=positions, attention_mask=mask, use_cache=True,
+                            **{CACHE: cache})
+                cache = out[CACHE]
+                logits.append(out.logits[:, -1])
+                if model is replaying and i < 28:
+                    graphs.begin_next(model, ids[:, i : i + 1] + (wrong == "token"))
+        want.append(torch.stack(logits))
+    torch.testing.assert_close(*want, rtol=3e-5, atol=3e-5)

@@ -24,7 +24,7 @@ except ImportError as error:
 
 from transformers import PreTrainedModel
 
-from wavefill.integrations.transformers import continuous, fused, graphs, linears
+from wavefill.integrations.transformers import ahead, continuous, fused, graphs, linears
 from wavefill.integrations.transformers.attention import register
 from wavefill.integrations.transformers.cache import WavefillCache
 from wavefill.integrations.transformers.hooks import after, before
@@ -97,6 +97,8 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch", fuse: b
     linears.choose(model, linear)
     fused.choose(model, fuse)
     graphs.attach(decoder)
+    if graphs.graphed(decoder) is not None:
+        ahead.attach(model, graphs.begin_next)
     return model
 
 
@@ -112,6 +114,7 @@ def disable(model: Model) -> Model:
         return model
     continuous.detach(model)
     graphs.detach(decoder)
+    ahead.detach(model)
     for handle in decoder.__dict__.pop(_HANDLES):
         handle.remove()
     previous = previous_of(model.config._attn_implementation)

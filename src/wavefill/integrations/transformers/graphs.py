@@ -11,7 +11,8 @@ A graph knows addresses only. It keeps the tensors that it was captured with, an
 whether they are still the decoder's, with the same classes and without hooks, and whether the mask is what the step was
 begun with: if not, what was replayed is forgotten and the step runs anew. Pages that moved are noticed before.
 
-Pages of a cache that is no more serve the decoder's next cache, so that a graph outlives a call of `generate`.
+Pages of a cache that is no more serve the decoder's next cache, so that a graph outlives a call of `generate`. Within
+one, the next step is replayed before its forward comes (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -30,12 +32,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from wavefill.cache import PagedKVCache
+from wavefill.integrations.transformers.ahead import Begun
 from wavefill.integrations.transformers.cache import CACHE_NAMES
 from wavefill.integrations.transformers.current import get_step, set_step, untraced
 from wavefill.integrations.transformers.fused import hooked
 from wavefill.integrations.transformers.rows import Rows
 from wavefill.integrations.transformers.step import Step
 from wavefill.integrations.transformers.storage import Storage
+from wavefill.integrations.transformers.support import decoder_of
 
 _log = logging.getLogger("wavefill")
 
@@ -68,6 +72,7 @@ class GraphedForward:
         self._reason: str | None = None
         #: Whether a forward ran without a graph since the last step that replayed: another prompt.
         self._between = False
+        self._last = _Last()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"decoder": self._decoder()}
@@ -95,7 +100,7 @@ class GraphedForward:
     @untraced
     def _replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the forward returns, from a graph; None where it has to run."""
-        step = get_step()
+        step, self._last.step = get_step(), None
         if args or step is None or not self._is_for_a_graph(step, kwargs):
             self._between = True
             return None
@@ -108,7 +113,7 @@ class GraphedForward:
                 if not graph.is_captured and (hooked_class := _look(self.decoder)[0]) is not None:
                     return self._stop(f"{hooked_class} has hooks")
                 result = graph.run(step, kwargs)
-                if not graph.confirms(step):
+                if not graph.confirms(step, kwargs):
                     step.rows.begin_anew(step)
                     return None
                 if not graph.is_of(self.decoder):
@@ -119,7 +124,26 @@ class GraphedForward:
             finally:
                 set_step(step)
         step.written = step.attended = step.rows.layers
+        self._last.graph, self._last.step = graph, step
         return result
+
+    def begin_next(self, tokens: Tensor) -> Begun | None:
+        """Begin the step after the one that this thread's last forward replayed, with tokens [batch, 1] on the GPU;
+        None where it had better wait for its forward.
+        """
+        graph, step = self._last.graph, self._last.step
+        if graph is None or step is None or get_step() is not None or self._reason is not None:
+            return None
+        rows, held = step.rows, step.rows.held
+        if held.ids != step.ids or held.slots != step.past + 1 or graph.places != _places(rows.pages):
+            return None
+        if not graph.takes(tokens) or torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.cuda.device(tokens.device):
+            begun = graph.begin(rows, tokens)
+        if begun is not None:
+            self.storage.begun[rows.pages] = begun
+        return begun
 
     def may_replay(self, rows: Rows, q_len: int) -> bool:
         """Whether a forward over these rows is likely one to replay, so that its mask had better not be waited for."""
@@ -170,7 +194,10 @@ class GraphedForward:
         # Plain values of modules (a scale, an adapter's switch): nobody changes them within a call of `generate`.
         changed = graph is not None and self._between and graph.values != values_of(self.decoder)
         self._between = False
-        if graph is None or graph.places != _places(pages) or changed:
+        if graph is not None and graph.places != _places(pages):
+            graphs.clear()
+            graph = None
+        if graph is None or changed:
             graph = graphs[key] = Graph(self.decoder, step, kwargs)
         return graph
 
@@ -195,6 +222,19 @@ def graphed(decoder: PreTrainedModel) -> GraphedForward | None:
     """The forward of a decoder that replays."""
     held = decoder.__dict__.get("forward")
     return held if isinstance(held, GraphedForward) else None
+
+
+def begin_next(model: PreTrainedModel, tokens: Tensor) -> Begun | None:
+    """`GraphedForward.begin_next` of an enabled model's decoder."""
+    held = graphed(decoder_of(model))
+    return None if held is None else held.begin_next(tokens)
+
+
+class _Last(threading.local):
+    """The step that a thread's last forward replayed, and its graph."""
+
+    graph: Graph | None = None
+    step: Step | None = None
 
 
 class _CannotCapture(Exception):
@@ -223,6 +263,9 @@ class Graph:
             self._numbers = _Numbers(step.batch, device)
             self._table = torch.full((step.batch, pages.num_pages), -1, dtype=torch.int32, device=device)
         self._table_from: Tensor | None = None
+        #: The last step that was begun before its forward, and the stream of such steps.
+        self._begun: Begun | None = None
+        self._ahead = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         #: Where masks are read while the graph replays, and the point of the decoder's stream from which they can be.
         self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._given = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -244,22 +287,71 @@ class Graph:
         hooked_class, identity = _look(decoder)
         return hooked_class is None and identity == self._identity
 
-    def confirms(self, step: Step) -> bool:
-        """`Rows.confirms` for the step that runs, which is not waited for."""
-        if step.doubt is None:
+    def confirms(self, step: Step, kwargs: dict[str, Any]) -> bool:
+        """Whether the step that runs, which is not waited for, has the mask that it was taken to have, and where it was
+        begun before its forward, the tokens and positions.
+        """
+        begun = self._has_begun(step)
+        if step.doubt is None and not begun:
             return True
         self._beside.wait_event(self._given)
         with torch.cuda.stream(self._beside):
+            if begun:
+                same = (kwargs[self._name] == self._inputs).all()
+                if (positions := kwargs.get("position_ids")) is not None:
+                    same &= (positions == self._positions).all()
+                if not bool(same):
+                    return False
             return step.rows.confirms(step)
+
+    def takes(self, tokens: Tensor) -> bool:
+        """Whether its next step can begin with such tokens."""
+        return self._graph is not None and self._name == "input_ids" and (
+            (tokens.shape, tokens.dtype, tokens.device) == (
+                self._inputs.shape, self._inputs.dtype, self._inputs.device))
+
+    def begin(self, rows: Rows, tokens: Tensor) -> Begun | None:
+        """Replay the step after the last one, with tokens as `takes` has them, beside what the current stream does;
+        None where it takes other pages.
+        """
+        stream = torch.cuda.current_stream()
+        begun = self._begun = rows.begin_next(stream)
+        if begun is None:
+            return None
+        assert self._graph is not None
+        self._numbers.load(begun.claimed, [length + 1 for length in begun.held.lengths])
+        self._inputs.copy_(tokens)
+        self._positions.add_(1)
+        self._set_table(rows.pages.block_table(begun.held.ids))
+        self._ahead.wait_stream(stream)
+        try:
+            with torch.cuda.stream(self._ahead):
+                self._graph.replay()
+        finally:
+            begun.record(self._ahead)
+        begun.is_under_way = True
+        return begun
+
+    def _has_begun(self, step: Step) -> bool:
+        """Whether a step is the one begun last."""
+        return self._begun is not None and step.claimed is self._begun.claimed
+
+    def __del__(self) -> None:
+        if (begun := self.__dict__.get("_begun")) is not None:
+            begun.join()
 
     def run(self, step: Step, kwargs: dict[str, Any]) -> Any:
         """What the decoder's forward returns for this step, which has its pages."""
-        self._load(step, kwargs)
+        if step.doubt is not None or self._has_begun(step):
+            self._given.record(torch.cuda.current_stream())
+        step.rows.join()
+        if not self._has_begun(step):
+            self._load(step, kwargs)
         if self._output is None:
             self._on_buffers(step, kwargs)
         elif self._graph is None:
             self._capture(step, kwargs)
-        if self._graph is not None:
+        if self._graph is not None and not self._has_begun(step):
             self._graph.replay()
         # In memory of its own: the next step overwrites this one's.
         cache = next(kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None)
@@ -280,16 +372,17 @@ class Graph:
 
     def _load(self, step: Step, kwargs: dict[str, Any]) -> None:
         """This step's token, position, lengths and slots into the buffers; its pages where they are others."""
-        if step.doubt is not None:
-            self._given.record(torch.cuda.current_stream(step.rows.pages.device))
-        self._numbers.load(step)
+        assert step.claimed is not None
+        self._numbers.load(step.claimed, step.lengths)
         self._inputs.copy_(kwargs[self._name])
         positions = kwargs.get("position_ids")
         if positions is None:
             self._positions.fill_(step.past)
         else:
             self._positions.copy_(positions)
-        table = step.block_table
+        self._set_table(step.block_table)
+
+    def _set_table(self, table: Tensor) -> None:
         if table is not self._table_from:
             self._table[:, : table.shape[1]].copy_(table)
             self._table_from = table
@@ -336,11 +429,11 @@ class _Numbers:
         self._slots, self._lengths = numbers[:batch], numbers[first:].view(np.int32)[:batch]
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def load(self, step: Step) -> None:
+    def load(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Bring a step's numbers to the device, once the copy of those before is done."""
         self._copied.synchronize()
-        self._slots[:] = step.claimed
-        self._lengths[:] = step.lengths
+        self._slots[:] = slots
+        self._lengths[:] = lengths
         self._there.copy_(self._here, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(self._there.device))
 

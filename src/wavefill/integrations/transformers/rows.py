@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from wavefill.cache import KVPages, PagedKVCache, placed
 from wavefill.checks import DTYPE_NAMES
 from wavefill.integrations.transformers import kernels
+from wavefill.integrations.transformers.ahead import Begun
 from wavefill.integrations.transformers.states import Saved, States
 from wavefill.integrations.transformers.step import Held, Step
 from wavefill.pages import picks_of
@@ -57,6 +58,11 @@ class Rows:
         self._pages: PagedKVCache | None = None
         #: Whether the pages may have more than `held` says: while something changes, and after it was interrupted.
         self._changing = False
+        #: A step under way that no forward has asked for yet, or that one has taken.
+        self._begun: Begun | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_begun": None, "_changing": self._changing or self._begun is not None}
 
     @property
     def slots(self) -> int:
@@ -91,7 +97,7 @@ class Rows:
                cache's own with real tokens after. `confirms` or `begin_anew` ends the doubt; `write` sees to it.
         Raises `InvalidArgument` for a batch or a mask that doesn't continue what the cache holds.
         """
-        self._settle()
+        self._settle(but_begun=True)
         held = self.held
         if held.slots and batch != self.batch:
             raise invalid("input_ids", f"must have the {self.batch} rows of the cache", batch,
@@ -187,6 +193,8 @@ class Rows:
             self.begin_anew(step)
         if step.claimed is None:
             self._reserve(step, key, value)
+        if not step.written:
+            self.join()
         kernels.append(self.view(layer), _packed(step, key), _packed(step, value), step.slots)
         step.written += 1
 
@@ -203,8 +211,17 @@ class Rows:
         if self.states.layers:
             self._before = (self.held, self.states.save())
 
-    def _settle(self) -> None:
-        """Give up the pages of what the cache does not hold: of a forward that did not return, or was replaced."""
+    def _settle(self, *, but_begun: bool = False) -> None:
+        """Give up the pages of what the cache does not hold: of a forward that did not return, or was replaced, and of
+        a step that was begun in vain; but_begun: not of one that may still be asked for.
+        """
+        begun = self._begun
+        if begun is not None and not (
+            but_begun and begun.is_under_way and not begun.is_taken and not self._changing
+        ):
+            self._changing |= not begun.is_taken
+            begun.join()
+            self._begun = None
         if self._before is not None:
             held, saved = self._before
             if held is self.held:
@@ -230,7 +247,17 @@ class Rows:
         self.claim(step)
 
     def claim(self, step: Step) -> None:
-        """Pages for a step's real tokens where the rows have pages already; until `end` they are the step's alone."""
+        """Pages for a step's real tokens where the rows have pages already; until `end` they are the step's alone.
+
+        They may be those of a step begun before: `join`, or see that it is this one.
+        """
+        begun = self._begun
+        if begun is not None and step.ids == begun.held.ids and step.held == begun.held.lengths and step.is_decode:
+            self._changing = begun.is_taken = True
+            step.claimed = begun.claimed
+            return
+        if begun is not None:
+            self._settle()
         self._changing = True
         if not step.ids:
             step.ids = tuple(self.pages.add(step.batch))
@@ -239,6 +266,26 @@ class Rows:
         except OutOfPages:
             self._make_room(step.held, step.counts)
             step.claimed = self.pages.claim(step.ids, step.counts)
+
+    def begin_next(self, stream: torch.cuda.Stream | None) -> Begun | None:
+        """Slots for one more real token of each row, for a step to be begun between two forwards; None where that
+        takes other pages. stream: that of the forwards, on a GPU.
+        """
+        held = self.held
+        if self._changing or self._begun is not None or not held.slots or self.states.layers:
+            return None
+        self._changing = True
+        try:
+            self._begun = Begun(held, self.pages.claim(held.ids, (1,) * len(held.ids)), stream)
+        except OutOfPages:
+            return None
+        self._changing = False
+        return self._begun
+
+    def join(self) -> None:
+        """What is asked of the GPU from now on comes after a step that was begun before its forward."""
+        if self._begun is not None:
+            self._begun.join()
 
     def _takes(self, key: Tensor, value: Tensor) -> bool:
         """Whether the pages of an empty cache, which another model may have used, are made for such K and V."""
@@ -268,6 +315,8 @@ class Rows:
         """Requests and lengths of the rows without the tokens that a new mask over the cached slots no longer has:
         what is left of such a row is packed anew, in pages of its own.
         """
+        if self._begun is not None:
+            self._settle()
         held = self.held
         before = torch.ones_like(past) if held.mask is None else held.mask
         ids, lengths = list(held.ids), list(held.lengths)

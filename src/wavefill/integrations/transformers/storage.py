@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
 from wavefill.cache import PagedKVCache
+from wavefill.integrations.transformers.ahead import Begun
 
 
 class Storage:
@@ -16,6 +17,8 @@ class Storage:
     def __init__(self) -> None:
         self._free: PagedKVCache | None = None
         self._stream: torch.cuda.Stream | None = None
+        #: The last step begun ahead on each.
+        self.begun: WeakKeyDictionary[PagedKVCache, Begun] = WeakKeyDictionary()
 
     def pages_for(self, rows: object, **sizes: Any) -> PagedKVCache:
         """Pages for `rows`, with no request in them; `sizes` as `PagedKVCache` takes them, but their number."""
@@ -30,6 +33,8 @@ class Storage:
         return pages
 
     def _take_back(self, pages: PagedKVCache) -> None:
+        if (begun := self.begun.pop(pages, None)) is not None:
+            begun.join()
         pages.restore({})
         if self._free is None or self._free.num_pages <= pages.num_pages:
             self._free = pages
