@@ -25,11 +25,13 @@ def test_parameters_are_the_published_ones(name):
 def test_the_issue_s_models_are_there():
     assert {*models.shipped()} >= {
         "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-8b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-r1",
-        "gpt-oss-20b", "gpt-oss-120b", "gemma-3-27b", "mistral-7b", "kimi-k2", "nemotron-h-8b"}
+        "gpt-oss-20b", "gpt-oss-120b", "gemma-3-27b", "mistral-7b", "kimi-k2", "nemotron-h-8b",
+        "nemotron-3-nano-30b-a3b"}
 
 
 @pytest.mark.parametrize(("name", "active"), [
     ("qwen3-235b-a22b", 22), ("deepseek-r1", 37), ("kimi-k2", 32), ("gpt-oss-120b", 5.1), ("gpt-oss-20b", 3.6),
+    ("nemotron-3-nano-30b-a3b", 3.2),
 ])
 def test_active_parameters_are_those_of_the_model_cards(name, active):
     assert models.load(name).active / 1e9 == pytest.approx(active, rel=0.025)

@@ -43,6 +43,12 @@ class Gpu:
                    H100) or CU (a quarter of 64 lanes), where the source doesn't say otherwise.
     source:        where the figures come from.
     capability:    compute capability (NVIDIA), None for others.
+    link, link_gpus: bytes/s to and from the other GPUs that share NVLink, Infinity Fabric or PCIe, each way, and how
+                   many these are, itself included; link is None where that is not known.
+    link_latency:  seconds of an exchange of a few bytes: what NCCL plans with for its protocol LL (src/graph/tuning.cc:
+                   6.6 us, and 0.6 for NVLink or 1.0 for PCIe), RCCL 12 and 0.8 (src/graph/tuning.cc there).
+    network:       bytes/s to and from GPUs beyond them, each way: the network cards of the vendor's reference system,
+                   a GPU's part of them.
     measured_read: bytes/s of a kernel that only reads, where that was measured.
     note:          what a reader of a figure must know.
     """
@@ -60,6 +66,10 @@ class Gpu:
     capability: tuple[int, int] | None = None
     measured_read: float | None = None
     note: str = ""
+    link: float | None = None
+    link_gpus: int = 8
+    link_latency: float = 7.2e-6
+    network: float = 50e9
 
     @property
     def read_bandwidth(self) -> float:
@@ -113,49 +123,62 @@ def gpu_tile(columns: int) -> int:
     return 128 if columns <= 64 else 64 if columns <= 128 else 32
 
 
-_HOPPER = "Data sheet; NVIDIA Hopper tuning guide (228 KB of shared memory an SM, 50 MB of L2)"
+_HOPPER = ("Data sheet (NVLink 900 GB/s both ways); NVIDIA Hopper tuning guide (228 KB of shared memory an SM, 50 MB "
+           "of L2); NVIDIA DGX H100 data sheet (400 Gb/s a GPU)")
 
 GPUS = (
     Gpu("A100", sms=108, bandwidth=2.039e12, memory=80 * _GIB, l2=40 * _MIB, shared_memory=164 * _KIB,
-        bf16_flops=312e12, fp8_flops=None, exps=2.44e12, capability=(8, 0),
-        source="NVIDIA A100 80GB SXM data sheet; NVIDIA Ampere tuning guide (164 KB of shared memory an SM)"),
+        bf16_flops=312e12, fp8_flops=None, exps=2.44e12, capability=(8, 0), link=300e9, network=25e9,
+        source="NVIDIA A100 80GB SXM data sheet (NVLink 600 GB/s both ways); NVIDIA Ampere tuning guide (164 KB of "
+               "shared memory an SM); NVIDIA DGX A100 data sheet (200 Gb/s a GPU)"),
     Gpu("H100", sms=132, bandwidth=3.35e12, memory=80 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=989.5e12, fp8_flops=1979e12, exps=3.87e12, capability=(9, 0),
+        bf16_flops=989.5e12, fp8_flops=1979e12, exps=3.87e12, capability=(9, 0), link=450e9,
         source=f"NVIDIA H100 SXM. {_HOPPER}",
         note="The data sheet prints 1,979 and 3,958 TFLOP/s with sparsity; these are their halves."),
     Gpu("H200", sms=132, bandwidth=4.8e12, memory=141 * _GIB, l2=50 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=989.5e12, fp8_flops=1979e12, exps=3.87e12, capability=(9, 0), measured_read=4.575e12,
+        bf16_flops=989.5e12, fp8_flops=1979e12, exps=3.87e12, capability=(9, 0), link=450e9,
+        measured_read=4.575e12,
         source=f"NVIDIA H200 SXM. {_HOPPER}",
         note="The read bandwidth was measured by this project."),
     Gpu("B200", sms=148, bandwidth=8.0e12, memory=180 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2250e12, fp8_flops=4500e12, exps=5e12, capability=(10, 0),
-        source="NVIDIA DGX B200 data sheet, an eighth of it (180 GB, 64 TB/s; 72 PFLOP/s fp8 are with sparsity); "
-               "NVIDIA Blackwell tuning guide; SMs and L2 (126.5 MiB) are driver reports; exponentials: Inside "
-               "NVIDIA Blackwell Ultra (NVIDIA, 2025)",
+        bf16_flops=2250e12, fp8_flops=4500e12, exps=5e12, capability=(10, 0), link=900e9,
+        source="NVIDIA DGX B200 data sheet, an eighth of it (180 GB, 64 TB/s; 72 PFLOP/s fp8 are with sparsity; "
+               "14.4 TB/s of NVLink both ways; 400 Gb/s a GPU); NVIDIA Blackwell tuning guide; SMs and L2 (126.5 MiB) "
+               "are driver reports; exponentials: Inside NVIDIA Blackwell Ultra (NVIDIA, 2025)",
         note="The HGX data sheet and the memory clock say 7.7 TB/s."),
     Gpu("GB200", sms=152, bandwidth=8.0e12, memory=186 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2500e12, fp8_flops=5000e12, exps=5e12, capability=(10, 0),
-        source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; NVIDIA Blackwell tuning guide; SMs are driver "
-               "reports; exponentials: Inside NVIDIA Blackwell Ultra (NVIDIA, 2025)"),
+        bf16_flops=2500e12, fp8_flops=5000e12, exps=5e12, capability=(10, 0), link=900e9, link_gpus=72,
+        source="NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs (130 TB/s of NVLink both ways; 400 Gb/s of network); "
+               "NVIDIA Blackwell tuning guide; SMs are driver reports; exponentials: Inside NVIDIA Blackwell Ultra "
+               "(NVIDIA, 2025)"),
     Gpu("GB300", sms=152, bandwidth=8.0e12, memory=279 * _GIB, l2=126 * _MIB, shared_memory=228 * _KIB,
-        bf16_flops=2500e12, fp8_flops=5000e12, exps=10.7e12, capability=(10, 3),
-        source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s); NVIDIA Blackwell tuning guide; "
-               "SMs are driver reports; exponentials: Inside NVIDIA Blackwell Ultra (NVIDIA, 2025)",
+        bf16_flops=2500e12, fp8_flops=5000e12, exps=10.7e12, capability=(10, 3), link=900e9, link_gpus=72,
+        network=100e9,
+        source="NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs (20 TB, 576 TB/s, 130 TB/s of NVLink both ways, "
+               "800 Gb/s of network); NVIDIA Blackwell tuning guide; SMs are driver reports; exponentials: Inside "
+               "NVIDIA Blackwell Ultra (NVIDIA, 2025)",
         note="The full chip has 160 SMs."),
     Gpu("MI250X", sms=110, bandwidth=1.6384e12, memory=64 * _GIB, l2=8 * _MIB, shared_memory=64 * _KIB,
-        bf16_flops=191.5e12, fp8_flops=None, exps=2.99e12,
-        source="AMD Instinct MI250X data sheet, halved; ROCm GPU specifications (L2, LDS)",
+        bf16_flops=191.5e12, fp8_flops=None, exps=2.99e12, link=200e9, link_latency=12.8e-6, network=12.5e9,
+        source="AMD Instinct MI250X data sheet, halved (8 Infinity Fabric links of 100 GB/s both ways); ROCm GPU "
+               "specifications (L2, LDS); a node of Frontier (8 dies, 4 x 200 Gb/s)",
         note="One of the card's two dies, which HIP lists as a device of its own."),
     Gpu("MI300X", sms=304, bandwidth=5.325e12, memory=192 * _GIB, l2=32 * _MIB, shared_memory=64 * _KIB,
-        bf16_flops=1307.4e12, fp8_flops=2614.9e12, exps=10.2e12,
-        source="AMD Instinct MI300X data sheet; ROCm GPU specifications (L2 of 4 MiB on each of 8 dies, LDS)",
-        note="A 256 MiB Infinity Cache sits behind the L2."),
+        bf16_flops=1307.4e12, fp8_flops=2614.9e12, exps=10.2e12, link=448e9, link_latency=12.8e-6,
+        source="AMD Instinct MI300X data sheet (7 Infinity Fabric links of 128 GB/s both ways); ROCm GPU "
+               "specifications (L2 of 4 MiB on each of 8 dies, LDS)",
+        note="A 256 MiB Infinity Cache sits behind the L2. The network, 400 Gb/s a GPU, is a choice of this table."),
     Gpu("L40S", sms=142, bandwidth=864e9, memory=48 * _GIB, l2=96 * _MIB, shared_memory=100 * _KIB,
-        bf16_flops=362.05e12, fp8_flops=733e12, exps=5.73e12, capability=(8, 9),
-        source="NVIDIA L40S data sheet; NVIDIA Ada tuning guide (100 KB of shared memory an SM)"),
+        bf16_flops=362.05e12, fp8_flops=733e12, exps=5.73e12, capability=(8, 9), link=32e9, link_latency=7.6e-6,
+        network=25e9,
+        source="NVIDIA L40S data sheet (PCIe 4.0 x16, 64 GB/s both ways); NVIDIA Ada tuning guide (100 KB of shared "
+               "memory an SM)",
+        note="The network, 200 Gb/s a GPU, is a choice of this table."),
     Gpu("RTX 4090", sms=128, bandwidth=1008e9, memory=24 * _GIB, l2=72 * _MIB, shared_memory=100 * _KIB,
-        bf16_flops=165.2e12, fp8_flops=330.3e12, exps=5.16e12, capability=(8, 9),
-        source="NVIDIA Ada GPU architecture white paper, appendix A; NVIDIA Ada tuning guide"),
+        bf16_flops=165.2e12, fp8_flops=330.3e12, exps=5.16e12, capability=(8, 9), link=32e9, link_latency=7.6e-6,
+        network=12.5e9,
+        source="NVIDIA Ada GPU architecture white paper, appendix A (PCIe 4.0 x16); NVIDIA Ada tuning guide",
+        note="The network, 100 Gb/s a GPU, is a choice of this table."),
 )
 
 

@@ -26,6 +26,8 @@ DECODE_READ, DECODE_CALL = 0.95, 6.1e-6
 #: prompt, 9 to 19 % fast for eight short ones. In fp8 it gives 1.05 and 1.33 PFLOP/s for D 128 and 256, where
 #: FlashAttention-3 (arXiv:2407.08608) reports close to 1.2.
 ATTENTION_FLOPS, SOFTMAX_SHOWN = 0.91, 0.78
+#: Head sizes that kernels for prompts are compiled for (FlashAttention-3, round_up_headdim); others cost as the next.
+HEAD_SIZES = (64, 96, 128, 192, 256)
 #: Decoding over a latent cache: share of the tensor cores' peak. FlashMLA's README: 660 TFLOP/s on an H800.
 LATENT_FLOPS = 660 / 989.5
 #: Linear layers: share of the read bandwidth of weights (docs/transformers.md: 15.0 GB of Llama-3.1-8B in 3.6 ms), and
@@ -233,8 +235,9 @@ def attention(mixer: Attention | Latent, layers: int, load: Load, formats: Forma
     activations = float(load.tokens * mixer.HQ * (D + DV) * formats.activations)
     read = machine.read * (DECODE_READ if load.decoding else 1.0)
     softmax = exponentials / (machine.gpus * machine.gpu.exps)
+    padded = 1.0 if load.decoding else (padded_head(D) + padded_head(DV)) / (D + DV)
     products = (flops / (machine.peak(fp8) * LATENT_FLOPS) if latent and load.decoding else
-                flops / (machine.peak(fp8) * ATTENTION_FLOPS) + SOFTMAX_SHOWN * softmax)
+                padded * flops / (machine.peak(fp8) * ATTENTION_FLOPS) + SOFTMAX_SHOWN * softmax)
     return Component(
         f"attention, {mixer.kind}", "attention", layers,
         (Gemm("BMM1", load.batch * KH, M, seen, D), Gemm("BMM2", load.batch * KH, M, DV, seen)),
@@ -242,6 +245,11 @@ def attention(mixer: Attention | Latent, layers: int, load: Load, formats: Forma
         (("memory", (kv + activations) / read), ("tensor cores", products), ("exponentials", softmax)),
         DECODE_CALL if load.decoding else 0.0, fp8,
     )
+
+
+def padded_head(D: int) -> int:
+    """Columns that a kernel for prompts computes for a head size."""
+    return next((size for size in HEAD_SIZES if size >= D), -(-D // 64) * 64)
 
 
 def touched(linear: Linear, tokens: int) -> float:

@@ -20,13 +20,13 @@ from wavefill.spec import UnsupportedModel, complaint, invalid, invalid_type, wh
 @dataclass(frozen=True)
 class Linear:
     """A weight matrix of K inputs and N outputs, or `copies` of one shape, of which a token goes through `used`:
-    experts, or a matrix for each head."""
+    experts, or a matrix for each head. A GPU's part of the experts is used by a fraction of a token's choices."""
 
     name: str
     K: int
     N: int
     copies: int = 1
-    used: int = 1
+    used: float = 1
 
     @property
     def weights(self) -> int:
@@ -180,7 +180,7 @@ class Architecture:
     @property
     def active(self) -> int:
         """Parameters that a token goes through: those of its experts, and the head, but not the embedding."""
-        inside = sum(linear.weights * linear.used // linear.copies
+        inside = sum(round(linear.weights * linear.used / linear.copies)
                      for layer in self.layers for linear in layer.linears(self.hidden))
         return inside + self.head.weights
 

@@ -1,4 +1,4 @@
-"""The report of one model on one kind of GPU: what each component takes, attention's share, and what memory holds."""
+"""The report of one model on one kind of GPU: what each component takes, what memory holds, and what to change."""
 
 from __future__ import annotations
 
@@ -9,58 +9,60 @@ from pathlib import Path
 from typing import Any
 
 from wavefill.advise import models
-from wavefill.advise.components import (
-    STATE_BYTES,
-    WEIGHT_BYTES,
-    Component,
-    Formats,
-    Load,
-    Machine,
-    components,
-    share,
-)
+from wavefill.advise.components import Component, Formats, Load, Machine, components, share
+from wavefill.advise.memory import Memory
 from wavefill.advise.models import Architecture, State
+from wavefill.advise.plans import TARGET, Comparison, compare
+from wavefill.advise.rules import PAGE, Finding, find
+from wavefill.advise.setups import Setup
+from wavefill.advise.sources import sources
+from wavefill.advise.sweeps import SWEEPS, sweep
+from wavefill.advise.tiles import Tiles, tiles
 from wavefill.hardware import Gpu
-from wavefill.spec import invalid
+from wavefill.spec import invalid, whole
 
-#: Share of a GPU's memory that weights and KV may take: vLLM's default for gpu_memory_utilization.
-MEMORY_USE = 0.9
 PHASES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes, of all GPUs together.
+class Report:
+    """What `advise` found.
 
-    usable:  `MEMORY_USE` of their memory.
-    request: KV and states of one request of the context; token: KV of one more token, past every window.
+    phases:   "decode" and "prefill", as asked, with their components.
+    tiles:    of each kind of attention, in decoding.
+    findings: what to change, on these phases.
+    plans:    parallel plans, where they were asked for.
     """
 
-    usable: int
-    weights: int
-    request: int
-    token: float
+    setup: Setup
+    phases: Mapping[str, tuple[Component, ...]]
+    tiles: tuple[Tiles, ...]
+    findings: tuple[Finding, ...]
+    plans: Comparison | None = None
 
     @property
-    def requests(self) -> int:
-        """How many requests it holds beside the weights; 0 where those leave no room."""
-        return max(0, (self.usable - self.weights) // self.request)
+    def model(self) -> Architecture:
+        return self.setup.model
 
-    def holds(self, batch: int) -> bool:
-        return self.weights + batch * self.request <= self.usable
+    @property
+    def machine(self) -> Machine:
+        return self.setup.machine
 
+    @property
+    def batch(self) -> int:
+        return self.setup.batch
 
-@dataclass(frozen=True)
-class Report:
-    """What `advise` found. phases: "decode" and "prefill", as asked, with their components."""
+    @property
+    def context(self) -> int:
+        return self.setup.context
 
-    model: Architecture
-    machine: Machine
-    batch: int
-    context: int
-    formats: Formats
-    memory: Memory
-    phases: Mapping[str, tuple[Component, ...]]
+    @property
+    def formats(self) -> Formats:
+        return self.setup.formats
+
+    @property
+    def memory(self) -> Memory:
+        return self.setup.memory
 
     def seconds(self, phase: str) -> float:
         return sum(each.seconds for each in self.phases[phase])
@@ -84,6 +86,11 @@ class Report:
                 "seconds": self.seconds(phase), "attention_share": self.share(phase),
                 "components": [_plain(each) | {"ridge": self.machine.ridge(each.fp8)} for each in parts],
             } for phase, parts in self.phases.items()},
+            "tiles": [asdict(each) for each in self.tiles],
+            "findings": [each.to_dict() for each in self.findings],
+            "sweeps": {name: [asdict(point) for point in sweep(self.setup, name)] for name in SWEEPS},
+            "plans": self.plans.to_dict() if self.plans else None,
+            "sources": [asdict(each) for each in sources(self.machine)],
         }
 
 
@@ -102,45 +109,33 @@ def advise(
     kv: str = "bf16",
     weights: str = "bf16",
     phase: str = "both",
+    page: int = PAGE,
+    plans: bool = False,
+    target: float = TARGET,
 ) -> Report:
     """What a model costs: a decoding step of `batch` requests of `context` tokens, and reading their prompts.
 
     config:  a config.json (its object, its path, its folder) or the name of a shipped shape.
-    gpu:     a name of hardware.py's, or a `Gpu`; `gpus` of them share everything evenly and without communication.
+    gpu:     a name of hardware.py's, or a `Gpu`; `gpus` of them share everything evenly and without communication, but
+             in plans.
     kv:      "bf16", "fp8", "int8" or "int4"; weights "bf16" or "fp8". fp8 products where the GPU has them.
     phase:   "decode", "prefill" or "both".
+    page:    tokens of a page of the KV cache.
+    plans:   whether parallel plans for decoding are compared, at `target` tokens/s of a user.
 
     Raises InvalidArgument, and UnsupportedModel for a family that is not known.
     """
     if phase not in (*PHASES, "both"):
         raise invalid("phase", f"must be one of {', '.join(PHASES)}, both", repr(phase), "Use one of these.")
-    model, machine, formats = models.load(config), Machine.named(gpu, gpus), Formats(kv, weights)
-    loads = {"decode": Load(batch, 1, context), "prefill": Load(batch, context, context)}
-    return Report(model, machine, batch, context, formats, memory(model, machine, formats, context), {
-        name: components(model, load, formats, machine) for name, load in loads.items() if phase in (name, "both")})
-
-
-def memory(model: Architecture, machine: Machine, formats: Formats, context: int) -> Memory:
-    """What the GPUs hold. Activations, graphs and the allocator's waste are to fit in what `MEMORY_USE` leaves."""
-    return Memory(
-        usable=int(machine.gpus * machine.gpu.memory * MEMORY_USE),
-        weights=model.parameters * WEIGHT_BYTES[formats.weights],
-        request=request_bytes(model, formats, context),
-        token=sum(layers * formats.kv_bytes(mixer, 1 << 20) / (1 << 20) for mixer, layers in model.mixers().items()
-                  if not isinstance(mixer, State) and mixer.kind != "window"),
-    )
-
-
-def request_bytes(model: Architecture, formats: Formats, context: int) -> int:
-    """KV and states of one request, to a whole byte. Layers with a window keep as many tokens as it has."""
-    total = 0.0
-    for mixer, layers in model.mixers().items():
-        if isinstance(mixer, State):
-            total += layers * mixer.inner * mixer.state * STATE_BYTES
-        else:
-            window = getattr(mixer, "window", None)
-            total += layers * formats.kv_bytes(mixer, context if window is None else min(context, window))
-    return math.ceil(total)
+    setup = Setup(models.load(config), Machine.named(gpu, gpus), Formats(kv, weights), batch, context)
+    asked = tuple(name for name in PHASES if phase in (name, "both"))
+    device = setup.machine.gpu
+    return Report(
+        setup, {name: setup.phase(name) for name in asked},
+        tuple(tiles(mixer, batch, context, device, gpus) for mixer in setup.model.mixers()
+              if not isinstance(mixer, State)),
+        find(setup, asked, whole("page", page)),
+        compare(setup.model, device, gpus, context, batch, setup.formats, target) if plans else None)
 
 
 def least_gpus(model: Architecture, gpu: Gpu, seconds: float, load: Load, formats: Formats) -> int:
