@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from wavefill.integrations.transformers import WavefillCache, enable
-from wavefill.spec import BackendUnavailable, InvalidArgument, UnsupportedModel
+from wavefill.spec import InvalidArgument, UnsupportedModel
 
 pytestmark = pytest.mark.transformers
 
@@ -316,9 +316,3 @@ def test_a_cache_stays_where_its_tokens_are() -> None:
     got = forward(model, plain(9), held)
     close(got, forward(eager("llama"), plain(9), None))
     assert held.layers[0].keys.device.type == DEVICE
-
-
-def test_continuous_batching_is_refused_by_name() -> None:
-    with pytest.raises(BackendUnavailable, match=r"continuous batching: must run on the CPU.*; got cuda:0"):
-        enabled("llama").init_continuous_batching()
-    assert torch.equal(one(enabled("llama"), new=3), one(eager("llama"), new=3))

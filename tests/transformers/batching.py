@@ -87,8 +87,8 @@ def expected(family: str, prompt: Sequence[int], new: int) -> list[int]:
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
     """`new` greedy tokens of `generate` after `prompt`."""
-    out = model.generate(torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                         max_new_tokens=new, do_sample=False, pad_token_id=0)
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
     return out[0, len(prompt):].tolist()
 
 

@@ -23,7 +23,7 @@ from wavefill import BackendUnavailable, InvalidArgument
 from wavefill.integrations.transformers import continuous, disable, enable
 from wavefill.integrations.transformers.continuous import hooks
 from wavefill.integrations.transformers.continuous.contract import Shape
-from wavefill.integrations.transformers.continuous.detect import CONTRACTS, detect
+from wavefill.integrations.transformers.continuous.detect import CONTRACTS, detect, gpu_releases
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("cheap")]
 
@@ -96,6 +96,42 @@ def test_newer_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BackendUnavailable, match=r"5\.17 to 5\.24; got transformers 5\.99\.1.*disable\(model\)"):
             way()
     assert model.config._attn_implementation == "wavefill"
+
+
+def test_gpu_with_an_untested_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by name, since batches there are made in another way; a release that was tested is not."""
+    model = enable(fresh("llama"))
+    contract = hooks.contract_of(model)
+    monkeypatch.setattr(type(contract), "on_gpu", False)
+    model.to("meta")
+    with pytest.raises(BackendUnavailable, match=r"of transformers .* on a GPU; got .* on meta\. Install"):
+        model.init_continuous_batching(generation_config=generation(2))
+    assert model.config._attn_implementation == "wavefill"
+    assert gpu_releases() in ("5.17", "")
+
+
+def test_cuda_graphs_are_chosen() -> None:
+    """Never on the CPU, whatever is asked; elsewhere the user's word, or off where a forward reads values. With graphs
+    no batches are prepared ahead."""
+    model, experts, long = (fresh(family) for family in ("llama", "gpt-oss", "phi3"))
+    long.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    asked = settings(use_cuda_graph=True, use_async_batching=True)
+    hooks._choose_graphs(model, asked)
+    assert (asked.use_cuda_graph, asked.use_async_batching) == (False, False)
+    for other, wanted in ((model, None), (experts, False), (long, False)):
+        other.to("meta")
+        config = settings()
+        hooks._choose_graphs(other, config)
+        assert (config.use_cuda_graph, config.use_async_batching) == (wanted, False)
+        config.use_cuda_graph = True
+        hooks._choose_graphs(other, config)
+        assert config.use_cuda_graph is True
+        config.use_async_batching = True
+        with pytest.raises(InvalidArgument, match="use_async_batching: must be false together with"):
+            hooks._choose_graphs(other, config)
+        config.use_cuda_graph = False
+        hooks._choose_graphs(other, config)
+        assert config.use_async_batching is True
 
 
 def _with(edit: Callable[[dict[str, Any]], Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,13 @@ from batching import (
     prompts,
     settings,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from wavefill import api
-from wavefill.integrations.transformers import disable, enable
+from wavefill.integrations.transformers import continuous, disable, enable
+from wavefill.integrations.transformers.continuous import attention, hooks
 
 pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("cheap")]
 
@@ -37,7 +40,7 @@ NEW = 20
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each public function ran."""
+    """How often layers attended by pages of decode steps, and by tables of ragged batches."""
     counter: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,8 +50,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name in ("decode_attention", "attention"):
-        monkeypatch.setattr(api, name, counted(name, getattr(api, name)))
+    for name in ("_decode", "_ragged"):
+        monkeypatch.setattr(attention, name, counted(name, getattr(attention, name)))
     return counter
 
 
@@ -62,11 +65,11 @@ def test_tokens(family: str, path: str, calls: Counter[str]) -> None:
     assert batched(model, inputs, NEW, config) == [expected(family, p, NEW) for p in inputs]
     steps = 2 * (NEW - 1)  # of two layers; the prompts take a step before them
     if path == "slots" or family in WINDOWED:
-        assert calls["decode_attention"] == 0
-        assert calls["attention"] >= steps
+        assert calls["_decode"] == 0
+        assert calls["_ragged"] >= steps
     else:
-        assert calls["decode_attention"] == steps
-        assert calls["attention"] == 2
+        assert calls["_decode"] == steps
+        assert calls["_ragged"] == 2
 
 
 @pytest.mark.parametrize("page", [4, 16])
@@ -76,7 +79,7 @@ def test_shared_prefixes(page: int, calls: Counter[str]) -> None:
     begin, *ends = prompts(35, 1, 6, 13, 2, seed=1)
     inputs = [begin + end for end in ends] + [begin]
     assert batched(model, inputs, 12, settings(page)) == [expected("llama", p, 12) for p in inputs]
-    assert calls["decode_attention"] > 0
+    assert calls["_decode"] > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed"])
@@ -86,7 +89,7 @@ def test_prompts_in_chunks(family: str, calls: Counter[str]) -> None:
     inputs = prompts(45, 3, 30, 17, seed=2)
     config = settings(max_batch_tokens=16)
     assert batched(model, inputs, NEW, config) == [expected(family, p, NEW) for p in inputs]
-    assert calls["attention"] > 0
+    assert calls["_ragged"] > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
@@ -121,8 +124,45 @@ def test_padded_batches(calls: Counter[str]) -> None:
     inputs = prompts(5, 19, 1, seed=9)
     config = settings(varlen_compile_config=CompileConfig(mode="default", fullgraph=False, backend="eager"))
     assert batched(model, inputs, 6, config) == [expected("llama", p, 6) for p in inputs]
-    assert calls["decode_attention"] > 0
-    assert calls["attention"] > 0
+    assert calls["_decode"] > 0
+    assert calls["_ragged"] > 0
+
+
+class Unread(TorchDispatchMode):
+    """Fails where a value of a tensor is read on the host, which a GPU would be waited for."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert str(function.overloadpacket) not in ("aten._local_scalar_dense", "aten.nonzero", "aten.equal")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-mixed", "gemma2"])
+def test_batches_as_for_cuda_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a manager on a GPU makes them: sizes and bounds padded; and, where that is served, captured: nothing is read.
+    """
+    runner, ios, forward = ModelRunner.__init__, ContinuousBatchingIOs.__init__, continuous.forward
+
+    def padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        runner(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    def bounding(self: Any, *args: Any, **kwargs: Any) -> None:
+        ios(self, *args, **kwargs)
+        self.use_cuda_graph_varlen = True
+
+    def unread(*args: Any, **kwargs: Any) -> Any:
+        with Unread():
+            return forward(*args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "__init__", padding)
+    monkeypatch.setattr(ContinuousBatchingIOs, "__init__", bounding)
+    monkeypatch.setattr(attention, "_wastes", lambda *sizes: False)
+    model = enable(fresh(family))
+    if hooks.contract_of(model).on_gpu:
+        monkeypatch.setattr(continuous, "forward", unread)
+    inputs = prompts(45, 3, 30, 1, 17, seed=10)
+    config = settings(page=4, max_batch_tokens=24, blocks=80)
+    assert batched(model, inputs, NEW, config) == [expected(family, p, NEW) for p in inputs]
 
 
 def test_several_sequences_of_one_prompt() -> None:
@@ -154,7 +194,7 @@ def test_manager(calls: Counter[str]) -> None:
     assert list(got["first"].generated_tokens) == expected("qwen3", first, 16)
     assert list(got["second"].generated_tokens) == expected("qwen3", second, 16)
     assert model.config._attn_implementation == "wavefill"
-    assert calls["decode_attention"] > 0
+    assert calls["_decode"] > 0
 
 
 def test_manager_that_is_kept() -> None:

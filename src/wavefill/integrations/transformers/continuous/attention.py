@@ -1,4 +1,8 @@
-"""Attention over a paged batch through the public functions: pages as they lie, or token slots as pages of one."""
+"""Attention over a paged batch: pages as they lie, by tables that are made on the device once for each forward pass.
+
+Nothing here reads a value of a tensor on a GPU: what is launched depends on sizes and on the bounds that transformers
+has on the host, so a forward pass can be captured in a CUDA graph, and lengths are those of the replay.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavefill import api
-from wavefill.integrations.transformers.continuous.contract import Batch, Decode, Ragged
+from wavefill.cache import KVPages
+from wavefill.integrations.transformers import kernels
+from wavefill.integrations.transformers.continuous.contract import Batch, Decode, Ragged, lengths_of
+from wavefill.scores import Options
 
-#: Table entries per key that one call may spend. A table is a rectangle, so one long request beside many short ones
-#: would cost requests x its length; past this, requests of like length go into calls of their own.
+#: On the CPU, table entries per page of keys that one call may spend. A table is a rectangle, so one long request
+#: beside many short ones would cost requests x its length; past this, requests of like length go into calls of their
+#: own.
 MAX_TABLE_WASTE = 4
 
 
@@ -21,8 +28,9 @@ class Group:
     """Requests of a ragged batch that go into one call.
 
     rows:          [t] query tokens of the group, or None for the whole batch in order.
-    table:         [b, width] int32 slots, or None for one request whose keys are contiguous.
-    lengths, cu_q: [b] and [b + 1] int32, as the public functions take them.
+    table:         [b, width] int32 pages, or None for one request whose keys are contiguous.
+    lengths, cu_q: [b] and [b + 1] int32, as the kernels take them.
+    max_q_len:     most query tokens of a request, or an upper bound of it.
     """
 
     rows: Tensor | None
@@ -34,84 +42,112 @@ class Group:
 
 @dataclass
 class Plans:
-    """What one forward pass has worked out already: its layers of one kind share lengths and slots.
+    """What one forward pass has worked out already: its layers of one kind share lengths, slots and tables.
 
-    Each entry holds the tensors it was made from, so that an identity in a key stays theirs.
+    Each entry holds the batch that it was made from, so that the addresses in its key stay those of its tensors.
     """
 
-    made: dict[tuple[int, int], tuple[Ragged, list[Group]]] = field(default_factory=dict)
+    groups_made: dict[tuple[int, int], tuple[Ragged, list[Group]]] = field(default_factory=dict)
+    slots_made: dict[tuple[int, int], tuple[Decode, Tensor, Tensor]] = field(default_factory=dict)
 
     def groups(self, batch: Ragged) -> list[Group]:
         """The calls for a ragged batch."""
-        key = (id(batch.cu_k), id(batch.slots))
-        if key not in self.made:
-            self.made[key] = (batch, _groups(batch))
-        return self.made[key][1]
+        key = batch.cu_k.data_ptr(), 0 if batch.slots is None else batch.slots.data_ptr()
+        if key not in self.groups_made:
+            self.groups_made[key] = (batch, _groups(batch))
+        return self.groups_made[key][1]
+
+    def slots(self, batch: Decode) -> tuple[Tensor, Tensor]:
+        """Keys [B] int32 of each request, 0 in a padded row, and the slot [B] int64 of the new one, there -1."""
+        key = batch.cu_k.data_ptr(), batch.table.data_ptr()
+        if key not in self.slots_made:
+            lengths = lengths_of(batch.cu_k)
+            self.slots_made[key] = (batch, *new_slots(lengths, batch.table, batch.k_pages.shape[1]))
+        return self.slots_made[key][1:]
 
 
-def run(batch: Batch, q: Tensor, plans: Plans, **options: Any) -> Tensor:
-    """Attention of one layer over a paged batch, [1, T, HQ, DV].
+def run(batch: Batch, q: Tensor, plans: Plans, *, scale: float, window: int | None, options: Options) -> Tensor:
+    """Attention of one layer over a paged batch, [1, T, HQ, DV]; query tokens of no request get 0.
 
-    q: [1, HQ, T, D]. options: scale, window, softcap, sinks.
+    q: [1, HQ, T, D]. options: soft cap and sinks.
     """
-    queries = q[0].transpose(0, 1)
+    queries, scores = q[0].transpose(0, 1), {"scale": scale, "window": window, "options": options}
     if isinstance(batch, Decode):
-        return _decode(batch, queries, options).unsqueeze(0)
-    return _ragged(batch, queries, plans.groups(batch), options).unsqueeze(0)
+        return _decode(batch, queries, plans, scores).unsqueeze(0)
+    return _ragged(batch, queries, plans.groups(batch), scores).unsqueeze(0)
 
 
-def _decode(batch: Decode, q: Tensor, options: dict[str, Any]) -> Tensor:
+def _decode(batch: Decode, q: Tensor, plans: Plans, scores: dict[str, Any]) -> Tensor:
+    pages, (lengths, slots) = KVPages(batch.k_pages, batch.v_pages), plans.slots(batch)
+    kernels.append(pages, batch.k, batch.v, slots)
+    return kernels.attention(q, pages, lengths, batch.table, None, max_q_len=1, **scores)
+
+
+def new_slots(lengths: Tensor, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """What `Plans.slots` gives, from keys [B] int32 that count the new one and pages [B, width] int32 of each request.
+    """
     # A row that pads the batch has a length of 0 or less, or no first page.
-    lengths = batch.lengths.clamp(min=0) * (batch.table[:, 0] >= 0)
-    rows = torch.nonzero(lengths).flatten()
-    last = lengths[rows].long() - 1
-    page_size = batch.k_pages.shape[1]
-    pages, offsets = batch.table[rows, last // page_size].long(), last % page_size
-    batch.k_pages[pages, offsets] = batch.k[rows]
-    batch.v_pages[pages, offsets] = batch.v[rows]
-    out: Tensor = api.decode_attention(q, batch.k_pages, batch.v_pages, lengths, batch.table, **options)
-    return out
+    lengths = lengths.clamp(min=0) * (table[:, 0] >= 0)
+    last = (lengths - 1).clamp_(min=0).long()
+    pages = table.gather(1, (last // page_size)[:, None])[:, 0].long()
+    return lengths, torch.where(lengths > 0, pages * page_size + last % page_size, -1)
 
 
-def _ragged(batch: Ragged, q: Tensor, groups: list[Group], options: dict[str, Any]) -> Tensor:
+def _ragged(batch: Ragged, q: Tensor, groups: list[Group], scores: dict[str, Any]) -> Tensor:
+    paged = KVPages(batch.k, batch.v)
+
+    def compute(group: Group, part: Tensor) -> Tensor:
+        # Contiguous keys of one request: [1, N, KH, D].
+        pages = KVPages(*(x.transpose(0, 1) for x in (batch.k, batch.v))) if group.table is None else paged
+        return kernels.attention(part, pages, group.lengths, group.table, group.cu_q, max_q_len=group.max_q_len,
+                                 **scores)
+
+    if len(groups) == 1 and groups[0].rows is None:
+        return compute(groups[0], q)
     out = q.new_zeros(*q.shape[:2], batch.v.shape[-1])
     for group in groups:
-        # Slots are pages of one token: [slots, 1, KH, D]. Contiguous keys of one request: [1, N, KH, D].
-        k, v = (x[None] if group.table is None else x.unsqueeze(1) for x in (batch.k, batch.v))
-        part = q if group.rows is None else q[group.rows]
-        result: Tensor = api.attention(part, k, v, group.lengths, group.table, cu_seqlens_q=group.cu_q,
-                               max_q_len=group.max_q_len, **options)
-        if group.rows is None:
-            return result
-        out[group.rows] = result
+        out[group.rows] = compute(group, q[group.rows])
     return out
 
 
 def _groups(batch: Ragged) -> list[Group]:
-    starts_q, starts_k = batch.cu_q.long(), batch.cu_k.long()
-    lengths_q, lengths_k = torch.diff(starts_q), torch.diff(starts_k)
-    everyone = torch.arange(len(lengths_k), device=lengths_k.device)
-    width, total = int(lengths_k.max()), int(lengths_k.sum())
-    if len(lengths_k) == 1 and batch.slots is None:
-        return [Group(None, None, lengths_k.int(), starts_q.int(), int(lengths_q[0]))]
-    if len(lengths_k) * width <= MAX_TABLE_WASTE * total:
-        classes = [everyone]
-    else:
-        # Lengths of one class differ by less than a factor of two, so its table is less than half empty.
-        exponents = torch.log2(lengths_k.clamp(min=1).double()).long()
-        classes = [everyone[(exponents == e) & (lengths_q > 0)] for e in sorted(set(exponents.tolist()))]
-    return [_group(batch, members, starts_q, starts_k, whole=members is everyone)
-            for members in classes if len(members)]
+    lengths, cu_q, page_size = lengths_of(batch.cu_k), batch.cu_q.int(), batch.k.shape[1]
+    if len(lengths) == 1 and batch.slots is None:
+        return [Group(None, None, lengths, cu_q, batch.most_q)]
+    columns = max(-(-batch.most_k // page_size), 1)
+    if _wastes(lengths, columns, page_size):
+        return _classes(batch, lengths)
+    return [Group(None, _table(batch, batch.cu_k[:-1], columns), lengths, cu_q, batch.most_q)]
 
 
-def _group(batch: Ragged, members: Tensor, starts_q: Tensor, starts_k: Tensor, *, whole: bool) -> Group:
-    lengths_q, lengths_k = torch.diff(starts_q)[members], torch.diff(starts_k)[members]
-    cu_q = torch.cat([lengths_q.new_zeros(1), lengths_q.cumsum(0)])
-    keys = starts_k[members, None] + torch.arange(int(lengths_k.max()), device=starts_k.device)
-    keys = keys.clamp(max=max(int(starts_k[-1]) - 1, 0))  # entries past a request's end are not read, but must exist
-    table = keys if batch.slots is None else batch.slots[keys]
-    rows = None
-    if not whole:
-        owner = torch.repeat_interleave(torch.arange(len(members), device=starts_q.device), lengths_q)
-        rows = starts_q[members][owner] + torch.arange(len(owner), device=starts_q.device) - cu_q[owner]
-    return Group(rows, table.int(), lengths_k.int(), cu_q.int(), int(lengths_q.max()))
+def _wastes(lengths: Tensor, columns: int, page_size: int) -> bool:
+    """Whether one table is too sparse. On a GPU, where asking would wait, it is not: pages there are large."""
+    return lengths.device.type == "cpu" and (
+        len(lengths) * columns > MAX_TABLE_WASTE * int((-(lengths // -page_size)).sum()))
+
+
+def _classes(batch: Ragged, lengths: Tensor) -> list[Group]:
+    # Lengths of one class differ by less than a factor of two, so its table is less than half empty.
+    starts_q, page_size = batch.cu_q.long(), batch.k.shape[1]
+    lengths_q, exponents = torch.diff(starts_q), torch.log2(lengths.clamp(min=1).double()).long()
+    groups = []
+    for exponent in sorted(set(exponents.tolist())):
+        members = torch.nonzero((exponents == exponent) & (lengths_q > 0)).flatten()
+        if not len(members):
+            continue
+        mine, queries = lengths[members], lengths_q[members]
+        cu_q = torch.cat([queries.new_zeros(1), queries.cumsum(0)])
+        owner = torch.repeat_interleave(torch.arange(len(members)), queries)
+        rows = starts_q[members][owner] + torch.arange(len(owner)) - cu_q[owner]
+        table = _table(batch, batch.cu_k[members], max(-(-int(mine.max()) // page_size), 1))
+        groups.append(Group(rows, table, mine, cu_q.int(), int(queries.max())))
+    return groups
+
+
+def _table(batch: Ragged, starts: Tensor, columns: int) -> Tensor:
+    """Pages [b, columns] int32 of the requests whose keys begin at `starts` [b]: each begins with a whole page."""
+    page_size, keys = batch.k.shape[1], batch.k.shape[0] if batch.slots is None else len(batch.slots)
+    first = starts[:, None].int() + torch.arange(0, columns * page_size, page_size, dtype=torch.int32,
+                                                 device=starts.device)
+    first.clamp_(max=keys - 1)  # entries past a request's end are not read, but must exist
+    return first if batch.slots is None else (batch.slots[first.long()] // page_size).int()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from wavefill.integrations.transformers.continuous import attention
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract
 from wavefill.integrations.transformers.current import untraced
+from wavefill.ops import _options
 from wavefill.spec import invalid
 
 #: Keyword arguments that only a paged forward pass carries, in every release so far.
@@ -84,17 +85,5 @@ def forward(
     if dropout:
         raise invalid("dropout", "must be 0 in continuous batching", dropout, "Call model.eval().")
     batch = contract.unpack(int(module.layer_idx), query.shape[2], key, value, kwargs)
-    options = {"scale": float(module.scaling if scaling is None else scaling), "window": sliding_window,
-               "softcap": softcap, "sinks": s_aux}
-    return attention.run(batch, query, running.plans, **options), None
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The mask function of a name that a model has while a manager lives: none for a paged forward pass, whose lengths
-    say everything, and `plain` for others, since `generate` may run in the meantime."""
-
-    plain: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return None if current() is not None else self.plain(*args, **kwargs)
+    return attention.run(batch, query, running.plans, scale=float(module.scaling if scaling is None else scaling),
+                         window=sliding_window, options=_options(softcap, s_aux, None, None)), None

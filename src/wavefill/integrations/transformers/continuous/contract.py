@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wavefill.cache import KVPages
+from wavefill.integrations.transformers import kernels
 from wavefill.spec import InvalidArgument, invalid
 
 PARAM = "transformers continuous batching"
@@ -43,14 +45,14 @@ class Decode:
 
     k_pages, v_pages: [pages, page_size, KH, D] and [.., DV], any strides.
     table:            [B, width] int32, page of each block; -1 where there is none.
-    lengths:          [B] int32, keys including the new one; 0 or less in a padded row.
+    cu_k:             [B + 1] int32, sums of the keys before each request, new ones included; a padded row adds nothing.
     k, v:             [B, KH, D] and [.., DV], the new token of each request.
     """
 
     k_pages: Tensor
     v_pages: Tensor
     table: Tensor
-    lengths: Tensor
+    cu_k: Tensor
     k: Tensor
     v: Tensor
 
@@ -59,10 +61,13 @@ class Decode:
 class Ragged:
     """Any number of query tokens per request; every key is already written.
 
-    k, v:   [slots, KH, D] and [.., DV], any strides.
-    slots:  [N] int64, the slot of each key in request order; None when the keys lie packed in that order.
+    k, v:   [pages, page_size, KH, D] and [.., DV], any strides.
+    slots:  [N] int64, page * page_size + offset of each key in request order, where each request's first key begins a
+            page and every page but its last is full; None when the keys lie packed in that order, in pages of one.
+            N may be more than the keys of all requests.
     cu_q:   [B + 1] int32, first query token of each request.
     cu_k:   [B + 1] int32, first key of each request. Keys of a request end at its last query token (bottom-right).
+    most_q, most_k: query tokens and keys of a request at most.
     """
 
     k: Tensor
@@ -70,6 +75,8 @@ class Ragged:
     slots: Tensor | None
     cu_q: Tensor
     cu_k: Tensor
+    most_q: int
+    most_k: int
 
 
 Batch = Decode | Ragged
@@ -79,6 +86,7 @@ class Contract(ABC):
     """One way in which transformers passes paged batches.
 
     first, last: the oldest and newest minor release that were tested with it.
+    on_gpu:      whether it was tested on a GPU, where batches are padded, captured and prepared ahead.
     prefix:      what `generate_batch` wants before the name of an attention implementation.
     needs:       keyword arguments that an attention call must have.
     refuses:     keyword arguments that it must not have: they are those of a neighbouring contract.
@@ -86,6 +94,7 @@ class Contract(ABC):
 
     first: tuple[int, int]
     last: tuple[int, int]
+    on_gpu: bool = False
     prefix: str = ""
     needs: frozenset[str]
     refuses: frozenset[str]
@@ -144,3 +153,23 @@ def new_tokens(x: Tensor) -> Tensor:
 def lengths_of(cu: Tensor) -> Tensor:
     """Lengths of the rows between cumulative starts, int32."""
     return torch.diff(cu).to(torch.int32)
+
+
+def packed(k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int) -> Ragged:
+    """The batch of keys and values [N, KH, D] that lie in request order."""
+    return Ragged(k.unsqueeze(1), v.unsqueeze(1), None, cu_q, cu_k, most_q, min(most_k, len(k)))
+
+
+def written(pages: KVPages, k: Tensor, v: Tensor, read: Tensor, write: Tensor, cu_q: Tensor, cu_k: Tensor,
+            most_q: int, most_k: int) -> Ragged:
+    """The batch of a layer that sees everything, once its new tokens k, v [T, KH, D] are in its pages.
+
+    read:  [N] int64, the slot of each key in request order, or [0] where no request has older keys.
+    write: [T] int64, the slot of each new token; those of tokens that pad the batch are never read.
+    """
+    kernels.append(pages, k, v, write)
+    if len(read):
+        return Ragged(pages.k, pages.v, read, cu_q, cu_k, most_q, most_k)
+    if len(cu_k) == 2:  # one prompt from its beginning: contiguous keys are read faster
+        return packed(k, v, cu_q, cu_k, most_q, most_k)
+    return Ragged(pages.k, pages.v, write, cu_q, cu_k, most_q, most_k)

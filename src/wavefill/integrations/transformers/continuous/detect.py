@@ -21,6 +21,11 @@ def tested_range() -> str:
     return f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
 
 
+def gpu_releases() -> str:
+    """Those of them that it is tested with on a GPU."""
+    return " and ".join(contract.name for contract in CONTRACTS if contract.on_gpu)
+
+
 def detect(version: str, shape: Shape) -> Contract:
     """The contract of transformers `version`, whose paged calls look like `shape`.
 

@@ -8,7 +8,9 @@ What is done to a model, and undone by `uninstall`:
   the name is put into the configuration directly, so that the process-wide table of flash-attention functions, which
   other models use, is never touched.
 - The decode path with block tables is switched on for the manager: transformers does that for FlashAttention on a GPU
-  only, and the function registered here reads pages on the CPU.
+  only, and the function registered here reads pages anywhere.
+- On a GPU the manager pads its batches, captures them in CUDA graphs and prepares the next one while one runs, as with
+  FlashAttention. On the CPU it must not, even where there is a GPU that the model is not on.
 - Forward hooks mark a paged forward pass, so that no mask is built for it and no attention call of it goes astray.
 """
 
@@ -24,12 +26,14 @@ from math import ceil
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from wavefill.integrations.transformers.continuous.call import MARKS, Mask, Pass, set_current
+from wavefill.integrations.transformers.continuous.call import MARKS, Pass, set_current
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract, Shape
-from wavefill.integrations.transformers.continuous.detect import detect, refusal
+from wavefill.integrations.transformers.continuous.detect import detect, gpu_releases, refusal
+from wavefill.integrations.transformers.current import untraced
 from wavefill.integrations.transformers.names import BATCHED, plain_name, previous_of
 from wavefill.integrations.transformers.support import HYBRIDS, decoder_of
 from wavefill.spec import BackendUnavailable, UnsupportedModel, complaint, invalid
@@ -92,20 +96,26 @@ def _paged_name(contract: Contract, plain: str) -> str:
     """Register the attention and the mask of `plain` for continuous batching; doing it again changes nothing."""
     name = f"{contract.prefix}{BATCHED}{plain}"
     AttentionInterface.register(name, AttentionInterface()[plain])
-    AttentionMaskInterface.register(name, Mask(AttentionMaskInterface()[plain]))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[plain])
     return name
 
 
 # -- the paged forward pass ----------------------------------------------------------------------------------------
 
-def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@untraced
+def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     set_current(None)
-    if not MARKS.isdisjoint(kwargs):
-        contract = contract_of(model)
-        contract.check_pass(kwargs)
-        set_current(Pass(contract))
+    if MARKS.isdisjoint(kwargs) or previous_of(model.config._attn_implementation) is None:
+        return None
+    contract = contract_of(model)
+    contract.check_pass(kwargs)
+    set_current(Pass(contract))
+    # Lengths say everything. Without a mask of four dimensions, which it hands on as it is, transformers would look in
+    # position_ids for packed sequences, and wait for the device.
+    return args, {**kwargs, "attention_mask": torch.empty(1, 1, 0, 0)}
 
 
+@untraced
 def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     set_current(None)
 
@@ -120,8 +130,8 @@ def init_continuous_batching(
 ) -> Any:
     """A manager whose batches go through wavefill; the model's own method otherwise.
 
-    Raises `BackendUnavailable` when the installed transformers has no tested contract and for a model on a GPU, and
-    `UnsupportedModel` for one with states in place of K and V, before anything is changed.
+    Raises `BackendUnavailable` when the installed transformers has no contract that was tested on the model's kind of
+    device, and `UnsupportedModel` for one with states in place of K and V, before anything is changed.
     """
     stock = getattr(type(self), _OPEN)
     name = self.config._attn_implementation
@@ -134,11 +144,11 @@ def init_continuous_batching(
             f"model: {type(self).__name__} has layers with a state in place of K and V, for which transformers' "
             "continuous batching has no cache. Call generate() with a batch."
         )
-    if self.device.type != "cpu":
-        # There transformers captures graphs of whole batches, which calls that read lengths can't be a part of.
-        raise BackendUnavailable(complaint(PARAM, "must run on the CPU in this version", self.device,
-                                           "Call generate() with a batch, or disable(model) first."))
     contract = contract_of(self)
+    if self.device.type != "cpu" and not contract.on_gpu:
+        raise BackendUnavailable(complaint(
+            PARAM, f"must be of transformers {gpu_releases()} on a GPU", f"{installed()} on {self.device}",
+            "Install such a release, call generate() with a batch, or disable(model) first."))
     kept = getattr(self, "_cached_continuous_batching_manager", None)
     if kept is not None and kept not in _managers:
         raise invalid(PARAM, "a persistent manager must be made after enable(model)", "one made before",
@@ -146,6 +156,7 @@ def init_continuous_batching(
     config = continuous_batching_config or getattr(generation_config or self.generation_config,
                                                    "continuous_batching_config", None)
     config = copy.deepcopy(config) if config is not None else transformers.ContinuousBatchingConfig()
+    _choose_graphs(self, config)
     blocks = _blocks(self, config, workload_hints)
     config.max_blocks_per_request = 0  # so that transformers doesn't look for FlashAttention's kernel
     self.config._attn_implementation = _paged_name(contract, plain)
@@ -162,6 +173,33 @@ def init_continuous_batching(
         manager.continuous_batching_config.max_blocks_per_request = blocks
         _managers.add(manager)
     return manager
+
+
+def _choose_graphs(model: PreTrainedModel, config: Any) -> None:
+    """Set `config` to no CUDA graphs and no batches prepared ahead where they can't be, before transformers chooses.
+
+    On the CPU it would capture nothing, and replay it, if it saw a GPU. A model that waits for the device in its
+    forward can't be captured; whoever asks for it all the same gets what transformers makes of it. Graphs together with
+    batches prepared ahead gave wrong tokens on a GPU, in some runs and not in others.
+    """
+    if model.device.type == "cpu":
+        config.use_cuda_graph = config.use_async_batching = False
+        return
+    if config.use_cuda_graph is None and _waits(model):
+        config.use_cuda_graph = False
+    if config.use_async_batching and config.use_cuda_graph is not False:
+        raise invalid("use_async_batching", "must be false together with CUDA graphs", True,
+                      "Pass use_cuda_graph=False beside it, or leave it out.")
+    if config.use_async_batching is None:
+        config.use_async_batching = False
+
+
+def _waits(model: PreTrainedModel) -> bool:
+    """Whether a forward reads values on the host: experts, and RoPE whose frequencies follow the longest position."""
+    text = model.config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    return bool(kinds & {"dynamic", "longrope"}) or getattr(text, "num_local_experts", None) is not None
 
 
 def _blocks(model: PreTrainedModel, config: Any, hints: Any) -> int:

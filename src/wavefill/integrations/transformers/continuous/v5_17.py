@@ -6,21 +6,26 @@ from typing import Any
 
 from torch import Tensor
 
+from wavefill.cache import KVPages
 from wavefill.integrations.transformers.continuous.contract import (
     Batch,
     Contract,
     Decode,
-    Ragged,
     Shape,
-    lengths_of,
     new_tokens,
+    packed,
+    written,
 )
+
+#: Names of layers without and with a window; the cache marks the first by a window of 1.
+_KINDS = "full_attention", "sliding_attention"
 
 
 class V517(Contract):
     """Layers lie in groups of one attention kind; group g of the cache has its own indices and block table."""
 
     first = last = (5, 17)
+    on_gpu = True
     prefix = "paged|"
     needs = frozenset({"cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "read_index",
                        "write_index", "block_table"})
@@ -34,26 +39,21 @@ class V517(Contract):
 
     def unpack(self, layer_idx: int, tokens: int, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Batch:
         self.check_new(tokens, k)
-        cache = kwargs["cache"]
-        group, slot = cache.layer_index_to_group_indices[layer_idx]
-        k_pool, v_pool = cache.key_cache[slot], cache.value_cache[slot]  # [slots, KH, D], shared by the groups
-        ring = cache.sliding_windows[layer_idx] != 1                     # 1 marks a layer that sees everything
-        cu_k = kwargs["cu_seq_lens_k"]
+        cache, kind = kwargs["cache"], _KINDS[kwargs["cache"].sliding_windows[layer_idx] != 1]
+        group, pool = cache.layer_index_to_group_indices[layer_idx]
+        cu_q, cu_k, most_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], kwargs["max_seqlen_k"]
         if isinstance(cu_k, dict):                                       # only when the model mixes kinds of layers
-            cu_k = cu_k["sliding_attention" if ring else "full_attention"]
+            cu_k, most_k = cu_k[kind], most_k[kind]
+        pages = KVPages(*(x[pool].view(-1, cache.block_size, *x[pool].shape[1:])  # pools are shared by the groups
+                          for x in (cache.key_cache, cache.value_cache)))
         if kwargs["block_table"] is not None:
-            pages = (-1, cache.block_size, *k_pool.shape[1:])
-            return Decode(k_pool.view(pages), v_pool.view(pages), kwargs["block_table"][group], lengths_of(cu_k),
-                          new_tokens(k), new_tokens(v))
-        read, write = kwargs["read_index"][group], kwargs["write_index"][group]
-        if ring:
+            return Decode(pages.k, pages.v, kwargs["block_table"][group], cu_k, new_tokens(k), new_tokens(v))
+        if kind == "sliding_attention":
             # A ring's new tokens overwrite keys that this very call still reads, so only update() may order it.
             k_all, v_all = cache.update(key_states=k, value_states=v, layer_idx=layer_idx,
                                         read_index=kwargs["read_index"], write_index=kwargs["write_index"])
-            return Ragged(k_all, v_all, None, kwargs["cu_seq_lens_q"], cu_k)
-        k_new, v_new = new_tokens(k), new_tokens(v)
-        k_pool.index_copy_(0, write, k_new)
-        v_pool.index_copy_(0, write, v_new)
-        if read.numel() == 0:                                            # no request has older keys
-            return Ragged(k_new, v_new, None, kwargs["cu_seq_lens_q"], cu_k)
-        return Ragged(k_pool, v_pool, read, kwargs["cu_seq_lens_q"], cu_k)
+            if most_k >= cache.num_pages:                                # for a graph it is cut to that, maybe too much
+                most_k = tokens + cache.sliding_windows[layer_idx] - 1
+            return packed(k_all, v_all, cu_q, cu_k, kwargs["max_seqlen_q"], most_k)
+        return written(pages, new_tokens(k), new_tokens(v), kwargs["read_index"][group], kwargs["write_index"][group],
+                       cu_q, cu_k, kwargs["max_seqlen_q"], most_k)

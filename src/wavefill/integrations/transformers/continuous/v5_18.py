@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from wavefill.cache import KVPages
 from wavefill.integrations.transformers.continuous.contract import (
     Batch,
     Contract,
     Decode,
-    Ragged,
     Shape,
-    lengths_of,
     new_tokens,
+    packed,
+    written,
 )
 
 
@@ -36,23 +37,18 @@ class V518(Contract):
         self.check_new(tokens, k)
         cache = kwargs["cache"]
         allocator = cache.layer_to_allocator[layer_idx]
-        cu_k = kwargs["cu_seq_lens_k"]
+        cu_q, cu_k, most_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], kwargs["max_seqlen_k"]
         if isinstance(cu_k, dict):                                       # only when the model mixes kinds of layers
-            cu_k = cu_k["full_attention" if allocator.supports_block_table else "sliding_attention"]
+            kind = "full_attention" if allocator.supports_block_table else "sliding_attention"
+            cu_k, most_k = cu_k[kind], most_k[kind]
         if not allocator.supports_block_table:
             # A ring's new tokens overwrite keys that this very call still reads, so only update() may order it.
             k_all, v_all = cache.update(key_states=k, value_states=v, layer_idx=layer_idx,
                                         read_index=kwargs["read_index"], write_index=kwargs["write_index"])
-            return Ragged(k_all, v_all, None, kwargs["cu_seq_lens_q"], cu_k)
+            return packed(k_all, v_all, cu_q, cu_k, kwargs["max_seqlen_q"], most_k)
         group, k_pages, v_pages = cache.get_cache_for_block_table(layer_idx)
         k_new, v_new = new_tokens(k), new_tokens(v)
         if kwargs["block_table"] is not None:
-            return Decode(k_pages, v_pages, kwargs["block_table"][group], lengths_of(cu_k), k_new, v_new)
-        # The pages of this view follow each other in memory, so slot indices address it flattened.
-        k_pool, v_pool = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
-        read, write = kwargs["read_index"][group], kwargs["write_index"][group]
-        k_pool.index_copy_(0, write, k_new)
-        v_pool.index_copy_(0, write, v_new)
-        if read.numel() == 0:                                            # no request has older keys
-            return Ragged(k_new, v_new, None, kwargs["cu_seq_lens_q"], cu_k)
-        return Ragged(k_pool, v_pool, read, kwargs["cu_seq_lens_q"], cu_k)
+            return Decode(k_pages, v_pages, kwargs["block_table"][group], cu_k, k_new, v_new)
+        return written(KVPages(k_pages, v_pages), k_new, v_new, kwargs["read_index"][group],
+                       kwargs["write_index"][group], cu_q, cu_k, kwargs["max_seqlen_q"], most_k)

@@ -10,10 +10,9 @@ from wavefill.integrations.transformers.continuous.contract import (
     Batch,
     Contract,
     Decode,
-    Ragged,
     Shape,
-    lengths_of,
     new_tokens,
+    packed,
 )
 
 
@@ -47,8 +46,10 @@ def updated(contract: Contract, tokens: int, k: Tensor, v: Tensor, kwargs: dict[
         contract.check_new(tokens, k)
         if "k_cache" not in kwargs or "v_cache" not in kwargs:
             raise contract.mismatch("a block table without the pages it points into")
-        return Decode(kwargs["k_cache"], kwargs["v_cache"], kwargs["block_table"], lengths_of(cu_k),
-                      new_tokens(k), new_tokens(v))
-    if k.shape[2] < int(cu_k[-1]):
+        return Decode(kwargs["k_cache"], kwargs["v_cache"], kwargs["block_table"], cu_k, new_tokens(k), new_tokens(v))
+    if cu_k.device.type == "cpu" and k.shape[2] < int(cu_k[-1]):
         raise contract.mismatch(f"{k.shape[2]} keys where the lengths add up to {int(cu_k[-1])}")
-    return Ragged(new_tokens(k), new_tokens(v), None, cu_q, cu_k)
+    most_k = kwargs["max_length_k"]
+    if isinstance(most_k, dict):
+        most_k = max(most_k.values())
+    return packed(new_tokens(k), new_tokens(v), cu_q, cu_k, kwargs["max_length_q"], most_k)
