@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from wavefill import cli
-from wavefill.bench import e2e, e2e_gpu, e2e_gpu_cases, e2e_gpu_report, shapes
+from wavefill.bench import decoding, e2e, e2e_gpu, e2e_gpu_cases, e2e_gpu_report, shapes
 from wavefill.bench.e2e_gpu import Outcome
 from wavefill.bench.e2e_gpu_cases import Case
 from wavefill.spec import InvalidArgument
@@ -115,7 +116,8 @@ def test_what_does_not_fit_or_takes_too_long_is_skipped() -> None:
                                      limit=limit)
 
     assert why(4096, 1) is why(16384, 8) is why(131072, 1) is None
-    assert why(131072, 1, "sdpa") is None
+    assert why(16384, 8, "sdpa") is why(65536, 1, "sdpa") is None
+    assert "over --limit-s 20" in str(why(131072, 1, "sdpa"))
     assert "does not fit" in str(why(131072, 8, limit=1000))
     assert "does not fit" in str(why(131072, 32, limit=1000))
     assert "over --limit-s 20" in str(why(65536, 8))
@@ -194,17 +196,85 @@ def test_a_profile_sums_up_what_ran_on_the_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_tables_lines_and_notes() -> None:
     case, other = Case(4032, 64, 1), Case(65472, 64, 8)
-    outcomes = [outcome(case, peak=20_000_000_000), outcome(case, "sdpa", 0.03),
+    outcomes = [outcome(case, peak=20_000_000_000), outcome(case, "sdpa", 0.03, first=2.0),
                 Outcome(other, "sdpa", absent="does not fit"), Outcome(other, "wavefill", absent="does not fit")]
     header, cells = e2e_gpu_report.table(outcomes)
     assert header == ["case", "way", "TTFT", "ITL P50", "P99", "tokens/s", "GB/s", "of roofline", "stock / this",
-                      "peak memory"]
+                      "TTFT: stock / this", "peak memory"]
     assert cells[0] == ["context 4,096, batch 1", "wavefill", "1 s", "10.00 ms", "10.00 ms", "100.0", "100", "2%",
-                        "3.00x", "20.0 GB"]
-    assert cells[1][8] == "-"
+                        "3.00x", "2.00x", "20.0 GB"]
+    assert cells[1][8] == cells[1][9] == "-"
     assert e2e_gpu_report.line(outcomes[2]) == "context 65,536, batch 8, sdpa: does not fit"
     assert e2e_gpu_report.notes(outcomes, []) == ["sdpa: does not fit (context 65,536, batch 8)",
                                                   "wavefill: does not fit (context 65,536, batch 8)"]
+
+
+# ---- times
+
+
+class _Time:
+    """A clock of its own: the host's work and the device's, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = self.device_done = 0.0
+
+    def host(self, seconds: float) -> None:
+        self.now += seconds
+
+    def launch(self, seconds: float) -> None:
+        """Work of a device that does one thing after the other."""
+        self.device_done = max(self.device_done, self.now) + seconds
+
+    def wait(self) -> None:
+        self.now = max(self.now, self.device_done)
+
+
+class _Generating:
+    """What generate() does: asks for the prompt in pieces of 16 tokens, then for each token, and waits once a step."""
+
+    def __init__(self, time: _Time, host: float, prompt: float, step: float) -> None:
+        self.time, self.costs = time, (host, prompt, step)
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> int:
+        return input_ids.shape[1]
+
+    def generate(self, ids: torch.Tensor, new: int) -> None:
+        host, prompt, step = self.costs
+        for piece in torch.split(ids, 16, dim=1):
+            self._forward(piece, host, prompt)
+        for _ in range(new - 1):
+            self.time.wait()
+            ids = torch.cat([ids, ids[:, :1]], 1)
+            self._forward(ids, host, step)
+        self.time.wait()
+
+    def _forward(self, ids: torch.Tensor, host: float, device: float) -> None:
+        assert self.prepare_inputs_for_generation(ids) == ids.shape[1]
+        self.time.host(host)
+        self.time.launch(device)
+
+
+@pytest.mark.parametrize("host", [1.0, 10.0], ids=["device decides", "host decides"])
+def test_tokens_are_timed_when_the_host_has_them(host: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, counts = _Time(), list[int]()
+    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: times.now))
+    model = _Generating(times, host, prompt=100.0, step=6.0)
+    clock = decoding.StepClock(counts.append)
+    times.now = 9.0
+    with clock.watch(model, 40):
+        model.generate(torch.ones(2, 40, dtype=torch.long), 4)
+    assert clock.seconds == [host + 300, *[host + 6] * 3]  # the device has read three pieces before the first token
+    assert counts == [1, 2, 3, 4]
+    assert "prepare_inputs_for_generation" not in model.__dict__
+
+
+def test_what_fails_is_timed_no_further_and_leaves_the_model_as_it_was() -> None:
+    model, clock = _Generating(_Time(), 1, 1, 1), decoding.StepClock()
+    model.prepare_inputs_for_generation = own = model.prepare_inputs_for_generation  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError), clock.watch(model, 3):
+        raise ZeroDivisionError
+    assert clock.seconds == []
+    assert model.__dict__["prepare_inputs_for_generation"] is own
 
 
 # ---- a run
@@ -229,12 +299,13 @@ def test_the_command_measures_both_ways_and_writes_what_it_has(tmp_path: Path) -
     result = runner.invoke(cli.app, [
         "bench", "e2e", "--config", "llama-3.1-8b", "--layers", "2", "--contexts", "48,64", "--batches", "2",
         "--new-tokens", "16", "--ways", "wavefill,wavefill-fused,sdpa,flash", "--ratios", "1:1", "--total", "64",
-        "--output", str(output)])
+        "--request-batches", "1", "--output", str(output)])
     assert result.exit_code == 0, result.output
     assert "context 64, batch 2" in result.stdout
     assert "flash: flash_attn needs a GPU" in result.stdout
     found = json.loads(output.read_text())
     assert {"commit", "command", "versions", "weight_bytes", "kv_bytes_a_token", "read_bandwidth_gbs"} <= found.keys()
+    assert found["clock"] == "streamer"
     by_way = {(r["way"], r["context"], r["request"] is None): r for r in found["results"]}
     for way in ("wavefill", "sdpa"):
         for context in (48, 64):
@@ -243,7 +314,9 @@ def test_the_command_measures_both_ways_and_writes_what_it_has(tmp_path: Path) -
             assert one["prompt"] == context - 16
             assert one["itl_ms"]["p50"] <= one["itl_ms"]["p99"]
             assert one["notes"] == []
-    assert {(r["way"], r["composed"]) for r in found["requests"]} >= {("wavefill", True), ("sdpa", True)}
+    assert {(r["way"], r["batch"], r["composed"]) for r in found["requests"]} >= {
+        ("wavefill", 1, True), ("sdpa", 1, True)}
+    assert {r["batch"] for r in found["results"] if r["request"]} == {1}
 
 
 @pytest.mark.usefixtures("_small")
@@ -287,6 +360,50 @@ def test_the_models_own_end_stops_no_case() -> None:
 
 
 @pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("way", ["wavefill", "sdpa"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_token_is_timed_with_a_streamer_and_without(way: str, stream: bool,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shapes.build(shapes.find("llama-3.1-8b", layers=1), "float32", 0, "cpu")
+    monkeypatch.setattr(e2e_gpu_cases.Size, "chunk", lambda *_: 7)  # a prompt in pieces
+    joules = iter((3.0, 3.0 + 2 * 8 * 0.5))
+    bench = e2e_gpu.Bench(model, stream=stream)
+    monkeypatch.setattr(bench, "_meter", lambda: next(joules))
+    monkeypatch.setattr(bench, "_memory", lambda: 1 << 40)
+    streamers: list[Any] = []
+    generate = model.generate
+
+    def seen(*args: Any, streamer: Any, **kwargs: Any) -> Any:
+        streamers.append(streamer)
+        return generate(*args, streamer=streamer, **kwargs)
+
+    model.generate = seen
+    start = time.perf_counter()
+    (found,) = bench.run([Case(24, 16, 2)], [way])
+    assert (len(found.steps), found.chunk, found.joules) == (15, 7, 0.5)
+    assert found.first + sum(found.steps) < time.perf_counter() - start
+    assert all((streamer is not None) == stream for streamer in streamers)
+    assert ("streamer" in bench.clock) == stream
+    assert "prepare_inputs_for_generation" not in model.__dict__
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_run_that_ends_early_is_timed_as_far_as_it_came() -> None:
+    model = shapes.build(shapes.find("llama-3.1-8b", layers=1), "float32", 0, "cpu")
+    bench = e2e_gpu.Bench(model)
+    generate = model.generate
+
+    def shortened(ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
+        generation_config.max_new_tokens = min(generation_config.max_new_tokens, 12)
+        return generate(ids, generation_config=generation_config, **kwargs)
+
+    model.generate = shortened
+    (found,) = bench.run([Case(24, 16, 1)], ["wavefill"])
+    assert len(found.steps) == 11
+    assert found.notes == ("context 40, batch 1, wavefill: stopped after 11 of 15 steps",)
+
+
+@pytest.mark.usefixtures("_small")
 def test_nothing_is_begun_after_the_end() -> None:
     model = shapes.build(shapes.find("llama-3.1-8b", layers=1), "float32", 0, "cpu")
     (found,) = e2e_gpu.Bench(model, stop_after=-1).run([Case(24, 16, 1)], ["sdpa"])
@@ -297,6 +414,8 @@ def test_nothing_is_begun_after_the_end() -> None:
     (["--device", "tpu"], "--device"), (["--dtype", "int8"], "--dtype"), (["--whole"], "--whole"),
     (["--config", "llama-3.1-8b", "--model", "x"], "--model"), (["--ways", "x"], "--ways"),
     (["--model", "smollm2", "--layers", "2"], "--layers"), (["--energy"], "--energy"), (["--profile"], "--profile"),
+    (["--stream"], "--stream"), (["--request-batches", "1"], "--request-batches"),
+    (["--ratios", "1:1", "--request-batches", "0"], "--request-batches"),
 ])
 def test_what_the_command_refuses(arguments: list[str], named: str) -> None:
     result = runner.invoke(cli.app, ["bench", "e2e", *arguments])

@@ -6,6 +6,7 @@ moment of the machine then meets both. A later block goes on from the cache that
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,54 @@ class Clock:
 
     def end(self) -> None:
         """Part of the streamer's interface; nothing is held back."""
+
+
+class StepClock:
+    """Notes when the host has each new token of a `generate()`, with no streamer, whose copies users don't all have.
+
+    generate() waits for the device once a step, where it asks whether all rows have ended. What it does next is have
+    the model prepare the inputs of the next forward, which all tokens so far are given to: there is where this looks
+    at the time, and nothing else. The last token is there when generate() returns. So a step is from wait to wait, and
+    the first token is not there before the device has read the prompt.
+
+    on_count: called with the number of new tokens at each of these times; what it does is a part of the next step.
+    """
+
+    def __init__(self, on_count: Callable[[int], None] | None = None) -> None:
+        self._on_count = on_count
+        self._last = time.perf_counter()
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def watch(self, model: Any, prompt: int) -> Iterator[None]:
+        """Inside, one call of the model's `generate` after `prompt` tokens a row is timed, from here to the end."""
+        method = "prepare_inputs_for_generation"
+        prepare = getattr(model, method)
+
+        @functools.wraps(prepare)  # generate() looks at its parameters
+        def noting(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if input_ids.shape[1] > prompt:  # not one of the prompt's own forwards
+                self._note()
+            return prepare(input_ids, *args, **kwargs)
+
+        before = model.__dict__.get(method)
+        model.__dict__[method] = noting
+        self._last = time.perf_counter()
+        try:
+            yield
+            self._note()
+        finally:
+            if before is None:
+                del model.__dict__[method]
+            else:
+                model.__dict__[method] = before
+
+    def _note(self) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+        if self._on_count is not None:
+            self._on_count(len(self.seconds))
 
 
 @dataclass
@@ -144,14 +193,15 @@ def _widened(value: Any) -> Any:
     return value.float() if half else value
 
 
-def greedy(model: Any, ids: Tensor, count: int, streamer: Any = None, cache: Any = None, *, stop_at_end: bool = False,
-           **settings: Any) -> Any:
+def greedy(model: Any, ids: Tensor, count: int, streamer: Any = None, cache: Any = None, *,
+           mask: Tensor | None = None, stop_at_end: bool = False, **settings: Any) -> Any:
     """What `model.generate()` returns for `count` tokens after ids [B, T], each the likeliest.
 
     The model's own generation settings (its ends of text, penalties, a cache) are left out: generate() would take them
     wherever a call's configuration says nothing.
 
     cache:       that of an earlier call, to go on from.
+    mask:        [B, T], 0 at padding; None without padding.
     stop_at_end: end at the model's end-of-text tokens; otherwise no token ends a text.
     settings:    more fields of the GenerationConfig.
     """
@@ -164,8 +214,8 @@ def greedy(model: Any, ids: Tensor, count: int, streamer: Any = None, cache: Any
     past = {} if cache is None else {cache_argument(model): cache}
     model.generation_config = GenerationConfig()
     try:
-        return model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, generation_config=config,
-                              **past)
+        return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, streamer=streamer,
+                              generation_config=config, **past)
     finally:
         model.generation_config = own
 

@@ -7,12 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from wavefill.bench.decoding import Clock, cache_of, greedy
+from wavefill.bench.decoding import Clock, StepClock, cache_of, greedy
 from wavefill.bench.e2e import head_dim
 from wavefill.bench.e2e_gpu_cases import DISCARDED, IN_PLACE, Case, Size, size_of, skipped
 
@@ -27,8 +27,9 @@ PROFILED, KERNELS_KEPT = 4, 12
 OWN_KERNELS = frozenset(("attend", "decode", "many", "join", "join_pieces", "join_states", "merge", "prefix", "expand",
                          "offsets", "write", "enter", "leave"))
 OTHERS_KERNELS = ("flash", "fmha", "attention", "softmax")
-#: Tokens of the prompts that warm a way up, and those decoded after them.
-WARM_PROMPT, WARM_NEW = 48, 3
+#: What warms a way up: tokens of all prompts, by device (the kernels of long prompts too, on a GPU), the least of each,
+#: and those decoded after them.
+WARM_PROMPTS, LEAST_WARM, WARM_NEW = {"cuda": 4096, "cpu": 48}, 48, 3
 
 Report = Callable[[str, float], None]
 
@@ -164,22 +165,29 @@ class Bench:
     """The measurements of one model; `run` makes them, one after the other.
 
     energy, profile: on a GPU only.
+    stream:     whether a streamer takes each token, and notes its time; without it, see `StepClock`.
     limit:      seconds that a case may be expected to take; it ends after twice as many.
     stop_after: seconds after which none is begun.
     """
 
-    def __init__(self, model: Any, *, energy: bool = False, profile: bool = False, limit: float = 20.0,
-                 stop_after: float = math.inf, seed: int = 0) -> None:
+    def __init__(self, model: Any, *, energy: bool = False, profile: bool = False, stream: bool = False,
+                 limit: float = 20.0, stop_after: float = math.inf, seed: int = 0) -> None:
         self.model, self.size = model, size_of(model)
         self.device: str = model.device.type
         self.notes: list[str] = []
-        self._profile, self._limit, self._end, self._seed = profile, limit, time.perf_counter() + stop_after, seed
+        self._profile, self._stream, self._seed = profile, stream, seed
+        self._limit, self._end = limit, time.perf_counter() + stop_after
         self._warm: set[tuple[str, int]] = set()
         self._meter: Callable[[], float] | None = None
         self.bandwidth: float | None = None
         self._find_bandwidth()
         if energy:
             self._find_meter()
+
+    @property
+    def clock(self) -> str:
+        """What notes the times, in words."""
+        return "streamer" if self._stream else "generate's own waits"
 
     def _find_bandwidth(self) -> None:
         if self.device == "cuda":
@@ -256,7 +264,8 @@ class Bench:
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         ids = torch.randint(vocabulary, (case.batch, case.prompt), generator=generator).to(self.model.device)
         if (way, case.batch) not in self._warm and way != "static":  # static compiles for each length
-            self._generate(ids[:, :WARM_PROMPT], WARM_NEW, Clock(), way)
+            short = max(WARM_PROMPTS[self.device] // case.batch, LEAST_WARM)
+            self._generate(ids[:, :short], WARM_NEW, way, self._clock(lambda count: None))
             self._warm.add((way, case.batch))
         self._clear()
         memory = self._memory()
@@ -266,13 +275,14 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         energy: list[float] = []
 
-        def on_token(token: int) -> None:
-            came = len(clock.seconds)
-            if self._meter is not None and came in (1 + DISCARDED, case.new):
+        def on_count(count: int) -> None:
+            if self._meter is not None and count == DISCARDED:  # one step early: what this takes counts nowhere
                 energy.append(self._meter())
 
-        clock = Clock(on_token)
-        result = self._generate(ids, case.new, clock, way, chunk=chunk, max_time=2 * self._limit)
+        clock = self._clock(on_count)
+        result = self._generate(ids, case.new, way, clock, chunk=chunk, max_time=2 * self._limit)
+        if self._meter is not None:
+            energy.append(self._meter())
         steps = tuple(clock.seconds[1:])
         if len(steps) <= DISCARDED:
             return Outcome(case, name, absent=f"only {len(steps)} steps in {2 * self._limit:g} s")
@@ -280,7 +290,7 @@ class Bench:
             f"{case}, {name}: stopped after {len(steps)} of {case.new - 1} steps"]
         middle = case.prompt + (DISCARDED + len(steps)) / 2 + 1
         counted = len(steps) - DISCARDED
-        joules = (energy[1] - energy[0]) / (counted * case.batch) if len(energy) == 2 else None
+        joules = (energy[1] - energy[0]) / ((counted + 1) * case.batch) if len(energy) == 2 else None
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
         profile = None
         if self._profile and way != "static":  # whose cache is full
@@ -291,10 +301,19 @@ class Bench:
         return Outcome(case, name, clock.seconds[0], steps, self.size.read_by_step(middle, case.batch), self.bandwidth,
                        joules, peak, chunk, profile, notes=tuple(notes))
 
-    def _generate(self, ids: Tensor, new: int, clock: Clock | None, way: str, *, chunk: int | None = None,
-                  max_time: float | None = None, cache: Any = None) -> Any:
-        return greedy(self.model, ids, new, clock, cache, max_time=max_time, prefill_chunk_size=chunk,
-                      cache_implementation="static" if way == "static" else None)
+    def _clock(self, on_count: Callable[[int], None]) -> Clock | StepClock:
+        """What notes the times of one `generate`; on_count is called with the number of tokens as they come."""
+        if not self._stream:
+            return StepClock(on_count)
+        clock = Clock(lambda token: on_count(len(clock.seconds)))
+        return clock
+
+    def _generate(self, ids: Tensor, new: int, way: str, clock: Clock | StepClock | None = None, *,
+                  chunk: int | None = None, max_time: float | None = None, cache: Any = None) -> Any:
+        streamer = None if isinstance(clock, StepClock) else clock
+        with clock.watch(self.model, ids.shape[1]) if isinstance(clock, StepClock) else nullcontext():
+            return greedy(self.model, ids, new, streamer, cache, max_time=max_time, prefill_chunk_size=chunk,
+                          cache_implementation="static" if way == "static" else None)
 
     def _profile_of(self, result: Any, step: float, way: str) -> Profile:
         """Some more steps on the cache that `generate` returned, under torch.profiler."""
@@ -302,7 +321,7 @@ class Bench:
 
         cache = cache_of(result)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            self._generate(result.sequences, PROFILED, None, way, cache=cache)
+            self._generate(result.sequences, PROFILED, way, cache=cache)
         times: dict[str, float] = {}
         for event in trace.key_averages():
             if event.device_type.name == "CUDA":

@@ -20,10 +20,11 @@ IN_PLACE, DEFAULT_WAYS = ("wavefill", "wavefill-fused"), ("wavefill", "wavefill-
 #: Steps after the first token that are not counted: kernels and graphs are made in them.
 DISCARDED = 8
 #: Guesses that decide only what is skipped: operations a second of a prompt, by device; seconds of host work a step;
-#: how many times a way reads the cache in a step (static repeats KV heads in a slow kernel: 754 ms at 64K on an H200).
+#: how many times a way reads the cache in a step (sdpa copies it and repeats KV heads, 105 ms at 64K on an H200; static
+#: repeats them in a slow kernel, 754 ms).
 PROMPT_RATE = {"cuda": 400e12, "cpu": 0.2e12}
 HOST_SECONDS = 0.02
-CACHE_READS = {"wavefill": 1.2, "wavefill-fused": 1.2, "sdpa": 5.0, "static": 380.0, "flash": 4.0}
+CACHE_READS = {"wavefill": 1.2, "wavefill-fused": 1.2, "sdpa": 36.0, "static": 380.0, "flash": 4.0}
 #: The share of the memory that a case may be expected to fill, and the least tokens of a row that a prompt is read in.
 MEMORY_SHARE, LEAST_CHUNK = 0.93, 256
 

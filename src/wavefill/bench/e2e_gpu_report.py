@@ -20,7 +20,8 @@ def line(outcome: Outcome) -> str:
 
 def table(outcomes: Sequence[Outcome]) -> tuple[list[str], Cells]:
     """Header and rows: a row for each outcome with times, empty columns left out."""
-    header = ["case", "way", "TTFT", "ITL P50", "P99", "tokens/s", "GB/s", "of roofline", "stock / this", "J/token",
+    header = ["case", "way", "TTFT", "ITL P50", "P99", "tokens/s", "GB/s", "of roofline", "stock / this",
+              "TTFT: stock / this", "J/token",
               "peak memory", "attention of step", "GPU busy"]
     cells = [_cells(outcome, outcomes) for outcome in outcomes if not outcome.absent]
     used = [i for i in range(len(header)) if i < 3 or any(row[i] != "-" for row in cells)]
@@ -34,6 +35,7 @@ def _cells(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
     return [str(outcome.case), outcome.way, f"{outcome.first:.3g} s", f"{outcome.p50 * 1e3:.2f} ms",
             f"{outcome.p99 * 1e3:.2f} ms", f"{outcome.tokens_per_s:,.1f}", f"{outcome.rate / 1e9:,.0f}",
             _share(outcome.roofline), f"{stock.p50 / outcome.p50:.2f}x" if stock and compared else "-",
+            f"{stock.first / outcome.first:.2f}x" if stock and compared else "-",
             "-" if outcome.joules is None else f"{outcome.joules:.3g}",
             "-" if outcome.peak is None else f"{outcome.peak / 1e9:.1f} GB",
             "-" if profile is None else _share(profile.attention / profile.step),

@@ -34,7 +34,7 @@ def resolve(model: str, report: Report) -> Path:
     that is no such folder, BackendUnavailable when the package that holds SmolLM2 is not installed.
     """
     if model == "smollm2":
-        return _converted(smollm2_gguf(), "smollm2-135m-instruct", report)
+        return converted(smollm2_gguf(), "smollm2-135m-instruct", report)
     folder = Path(os.path.expanduser(model))
     if not (folder / "config.json").is_file():
         raise invalid("model", 'must be "smollm2" or a folder that holds a config.json', repr(model),
@@ -57,7 +57,7 @@ def smollm2_gguf() -> Path:
                              f"Run: {SMOLLM2_INSTALL}")
 
 
-def _converted(source: Path, name: str, report: Report) -> Path:
+def converted(source: Path, name: str, report: Report) -> Path:
     """The converted folder of `source` in the cache, made now if it is missing or damaged.
 
     The folder appears by a rename, whole or not at all, so several processes may do this at once.

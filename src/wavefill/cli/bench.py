@@ -167,6 +167,9 @@ def e2e(
         help="Time whole requests of --total tokens too, for these ratios of prompt to output, such as "
              "32:1,8:1,1:1,1:4.")] = None,
     total: Annotated[str, typer.Option(help="With --ratios: tokens of a request.")] = "8k",
+    request_batches: Annotated[str | None, typer.Option(
+        "--request-batches", help="With --ratios: rows of the requests that decode together, with commas between. "
+                                  "Without it: those of --batches.")] = None,
     whole: Annotated[bool, typer.Option(
         "--whole", help="With --ratios: decode every token, where otherwise only --new-tokens at the beginning and at "
                         "the end are.")] = False,
@@ -178,6 +181,9 @@ def e2e(
     profile: Annotated[bool, typer.Option(
         "--profile", help="On a GPU: what share of a step attention takes, from torch.profiler over a few more "
                           "steps.")] = False,
+    stream: Annotated[bool, typer.Option(
+        "--stream", help="On a GPU: have a streamer take each token, which makes generate() copy it to the host before "
+                         "it goes on. On a CPU one always does.")] = False,
     threads: Threads = None,
     output: Output = None,
     json: Json = False,
@@ -191,7 +197,7 @@ def e2e(
     if device not in ("cpu", "cuda"):
         raise invalid("--device", "must be cpu or cuda", repr(device), "Use one of these.")
     on_gpu = device == "cuda"
-    for option, given in (("--energy", energy), ("--profile", profile)):
+    for option, given in (("--energy", energy), ("--profile", profile), ("--stream", stream)):
         if given and not on_gpu:
             raise invalid(option, "is for --device cuda", "--device cpu", "Leave it out.")
     kind = dtype or ("bfloat16" if on_gpu else "float32")
@@ -204,9 +210,14 @@ def e2e(
     work = cases.grid(cases.tokens(grid, "--contexts"), rows, new_tokens) if grid else []
     if ratios:
         pairs, tokens = cases.ratio_list(ratios), cases.tokens(total, "--total")[-1]
-        work += [case for batch in rows for case in cases.requests(pairs, tokens, new_tokens, batch, whole=whole)]
-    elif whole:
-        raise invalid("--whole", "needs --ratios", "no --ratios", "Leave it out, or give ratios.")
+        beside = rows if request_batches is None else cases.tokens(request_batches, "--request-batches")
+        # Before the longest contexts, which --stop-after leaves out first.
+        work = [case for batch in beside for case in cases.requests(pairs, tokens, new_tokens, batch, whole=whole)
+                ] + work
+    else:
+        for option, is_given in (("--whole", whole), ("--request-batches", request_batches is not None)):
+            if is_given:
+                raise invalid(option, "needs --ratios", "no --ratios", "Leave it out, or give ratios.")
     if config is not None and model is not None:
         raise invalid("--model", "must be left out with --config, which names a model of its own", repr(model),
                       "Leave one of the two out.")
@@ -223,10 +234,10 @@ def e2e(
         used = _threads(threads)
         with progress(json) as bar:
             made, name = _built(config, model, layers, kind, device, bar)
-            bench = e2e_gpu.Bench(made, energy=energy, profile=profile, limit=limit_s,
+            bench = e2e_gpu.Bench(made, energy=energy, profile=profile, stream=stream or not on_gpu, limit=limit_s,
                                   stop_after=math.inf if stop_after is None else stop_after)
             facts = {**(gpu.facts() if on_gpu else {}), "device": device, "model": name, "dtype": kind,
-                     "new_tokens": new_tokens, "limit_s": limit_s, **e2e_gpu.sizes(bench.size),
+                     "new_tokens": new_tokens, "limit_s": limit_s, "clock": bench.clock, **e2e_gpu.sizes(bench.size),
                      "read_bandwidth_gbs": bench.bandwidth and bench.bandwidth / 1e9}
             said, found = probing.provenance(used), []
 
