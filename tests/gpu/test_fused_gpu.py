@@ -85,7 +85,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def in_products(family: str, rows: int) -> bool:
     """Whether a layer of a family here is products of `flat` and little besides."""
     takes = flat.takes(rows, 512, 1152, torch.bfloat16, torch.device("cuda", 0))
-    return "odd" not in family and rows <= fused.FEW_ROWS and takes
+    return "odd" not in family and rows <= flat.MOST_ROWS and takes
 
 
 @pytest.mark.parametrize(("batch", "width"), [*((n, 1) for n in range(1, 17)), (1, 7), (2, 4), (2, 5), (64, 1)])

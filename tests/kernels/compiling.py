@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from wavefill.backends.gpu import configs, flat, kernels, launch, layer, many, nvrtc, operators
+from wavefill.backends.gpu import configs, flat, kernels, launch, layer, many, nvrtc, operators, rotary
 from wavefill.backends.gpu.configs import Config
 from wavefill.backends.gpu.kernels import ROUNDS, STREAM_K, Variant
 from wavefill.backends.gpu.nvrtc import Build
@@ -150,7 +150,7 @@ def portable_jobs(target: str, head_sizes: Iterable[int], groups: Iterable[int])
 
 
 def layer_jobs(target: str) -> Iterator[Job]:
-    """The kernels of a decoder layer, and on Hopper the products of a few rows."""
+    """The kernels of a decoder layer, and on Hopper the products of a few rows and what follows that for q, k and v."""
     for dtype, aligned in itertools.product(("float32", "float16", "bfloat16"), (True, False)):
         for N, added in itertools.product((64, 4096, layer.MAX_NORM), (True, False)):
             yield Job(layer.norm_variant(dtype, N, added, aligned), target)
@@ -159,8 +159,8 @@ def layer_jobs(target: str) -> Iterator[Job]:
         yield Job(layer.gate_variant(dtype, aligned), target)
     if target == HOPPER:
         for dtype in ("float16", "bfloat16"):
-            for build in flat.builds(dtype):
-                yield Job(build, target, 1 if build.staged else flat.PER_SM)
+            for build in (*flat.builds(dtype), *rotary.builds(dtype)):
+                yield Job(build, target, 2)
 
 
 def several_jobs(target: str, head_sizes: Iterable[int], *, few: bool = False) -> Iterator[Job]:

@@ -19,7 +19,7 @@ from compiling import (
     several_jobs,
 )
 
-from wavefill.backends.gpu import flat, many
+from wavefill.backends.gpu import flat, many, rotary
 from wavefill.backends.gpu.kernels import CHUNKS
 from wavefill.backends.gpu.many import JOINERS, THREADS
 from wavefill.backends.gpu.nvrtc import Build
@@ -81,7 +81,7 @@ def test_an_sm_holds_the_programs_that_a_configuration_asks_for(on_hopper: Resul
     """Two where it asks for two; the second waits in the slow way of caches that cannot be read in vectors."""
     def too_large(job: Job, result: Result) -> bool:
         if isinstance(job.variant, Build):
-            threads = {"many": THREADS, "join": JOINERS, "flat": flat.THREADS}.get(job.kernel)
+            threads = {"many": THREADS, "join": JOINERS, "flat": flat.THREADS, "rotary": rotary.THREADS}.get(job.kernel)
             warps = threads // 32 if threads else job.variant.warps
         elif not dict(job.variant.constants).get("UNIT", True):
             return False

@@ -16,46 +16,47 @@ from torch import Tensor
 
 from wavefill.backends.gpu import hopper, launch, nvrtc
 
-#: Rows of x at most, threads of a program, columns of a step and rows of weights of a tile (flat.cu).
+#: Rows of x at most, threads of a program, columns that a warp multiplies at once, and rows of weights of a tile
+#: (flat.cu).
 MOST_ROWS, THREADS, STEP, TILE = 8, 256, 64, 16
-#: Programs that an SM has room for, and the shared memory of one where it has two.
-PER_SM, HALF = 2, 104 << 10
-#: Shared memory that a program has besides x.
-_STATIC = 2 * 8 * 32 * 16 + 8 * 8 * 4
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+#: Stages of a ring: the most, and the fewest that keep memory busy.
+STAGES = (6, 5, 4)
+_STATIC = 2 * 8 * 32 * 16 + 2 * 128  # outputs of warps, and little else
+HALF = hopper.SHARED // 2 - 1024 - _STATIC
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True)
 class Build(nvrtc.Build):
     """One compilation of flat.cu.
 
-    normed: rows of x are normalised first. gated: the result is silu(gate) * up. staged: x lies in shared memory.
+    normed: rows of x are normalised first, and stay in shared memory. gated: the result is silu(gate) * up.
+    stages: of a warp's ring.
     """
 
     dtype: str
     normed: bool
     gated: bool
-    staged: bool
+    stages: int
     entry: ClassVar[str] = "flat"
-    files: ClassVar[tuple[str, ...]] = ("flat.cu", "instructions.cuh")
+    files: ClassVar[tuple[str, ...]] = ("flat.cu", "instructions.cuh", "elements.cuh")
 
     @property
     def header(self) -> str:
         """variant.cuh."""
         return nvrtc.header({"BF16": int(self.dtype == "bfloat16")},
-                            {"NORMED": int(self.normed), "GATED": int(self.gated), "STAGED": int(self.staged)})
+                            {"NORMED": int(self.normed), "GATED": int(self.gated), "STAGES": self.stages})
 
     @property
     def dynamic_bytes(self) -> int:
         """Dynamic shared memory of a program at most; a launch asks for what its rows take."""
-        return hopper.SHARED - _STATIC if self.staged else 0
+        return hopper.SHARED - _STATIC
 
 
 def builds(dtype: str) -> list[Build]:
     """All compilations for a dtype."""
-    return [Build(dtype, normed, gated, staged) for normed, gated, staged in (
-        (False, False, False), (False, False, True), (True, False, True), (True, True, True), (False, True, False),
-        (False, True, True))]
+    return [Build(dtype, normed, gated, stages) for normed in (False, True) for gated in (False, True)
+            for stages in STAGES]
 
 
 class Args(ctypes.Structure):
@@ -68,11 +69,26 @@ class Args(ctypes.Structure):
     )
 
 
+def ring(rows: int, K: int, normed: bool) -> tuple[int, int]:
+    """Stages of a warp's ring, none where there is no room for enough of them, and dynamic shared memory of a program.
+    """
+    stage, x = THREADS // 32 * STEP * 2 * (TILE if normed else TILE + rows), rows * (2 * K + 16) if normed else 0
+    for room in (HALF, hopper.SHARED - _STATIC):
+        for stages in STAGES:
+            if x + stages * stage <= room:
+                return stages, x + stages * stage
+    return 0, 0
+
+
 def takes(rows: int, N: int, K: int, dtype: torch.dtype, device: torch.device, *, normed: bool = False) -> bool:
     """Whether `linear` computes products of so many rows, normalised or not, with weights [N, K] on a device."""
     return (0 < rows <= MOST_ROWS and N % TILE == 0 and K % STEP == 0 and 0 < N < 1 << 30 and 0 < K < 1 << 30
-            and dtype in _DTYPES and device.type == "cuda"
-            and (not normed or rows * (2 * K + 64) <= hopper.SHARED - _STATIC) and _works(device.index))
+            and dtype in DTYPES and ring(rows, K, normed)[0] > 0 and works(device))
+
+
+def works(device: torch.device) -> bool:
+    """Whether a device is a GPU of compute capability 9.0, and there is what compiles for it."""
+    return device.type == "cuda" and _works(device.index)
 
 
 @cache
@@ -99,28 +115,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: tuple
     M, (N, K) = x.shape[0], weight.shape
     device = x.get_device()
     y = torch.empty(M, N // 2 if gated else N, dtype=x.dtype, device=x.device)
-    staged = norm is not None or M * (2 * K + 64) <= HALF
-    build = Build(launch._DTYPE_NAMES[x.dtype], norm is not None, gated, staged)
+    stages, shared = ring(M, K, norm is not None)
+    build = Build(launch._DTYPE_NAMES[x.dtype], norm is not None, gated, stages)
     args = Args(
         x=x.data_ptr(), w=weight.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
         norm=0 if norm is None else norm[0].data_ptr(), eps=0.0 if norm is None else norm[1],
         residual=0 if residual is None else residual.data_ptr(), y=y.data_ptr(), x_s=x.stride(0),
         r_s=0 if residual is None else residual.stride(0), M=M, N=N, K=K)
     if torch.cuda.current_device() == device:
-        _run(build, args, device)
+        _run(build, args, shared, device)
     else:
         with torch.cuda.device(device):
-            _run(build, args, device)
+            _run(build, args, shared, device)
     return y
 
 
-def _run(build: Build, args: Args, device: int) -> None:
-    grid = _grid(build, args.N, args.M * (2 * args.K + 64) if build.staged else 0, device)
+def _run(build: Build, args: Args, shared: int, device: int) -> None:
+    grid = _grid(build, args.N, shared, device)
     grid.launch(torch._C._cuda_getCurrentRawStream(device), (ctypes.c_void_p * 1)(ctypes.addressof(args)))
 
 
 @cache
-def _grid(build: Build, N: int, bytes_: int, device: int) -> hopper.Grid:
+def _grid(build: Build, N: int, shared: int, device: int) -> hopper.Grid:
     """The grid for weights of N rows, with so much dynamic shared memory, on the current device."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return hopper.Grid(nvrtc.function(build, device), min(N // TILE, PER_SM * sms), 1, THREADS, bytes_, follows=True)
+    return hopper.Grid(nvrtc.function(build, device), min(N // TILE, sms), 1, THREADS, shared, follows=True)

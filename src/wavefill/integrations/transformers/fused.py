@@ -31,19 +31,19 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.utils import output_capturing
 
-from wavefill.backends.gpu import flat
+from wavefill.backends.gpu import flat, rotary
 from wavefill.backends.gpu import layer as kernels
+from wavefill.cache import KVPages
 from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.cache import CACHE_NAMES
+from wavefill.integrations.transformers.kernels import append
 from wavefill.integrations.transformers.linears import FlatLinear, _watched
+from wavefill.integrations.transformers.step import Step
 from wavefill.integrations.transformers.support import decoder_of
 from wavefill.spec import UnsupportedModel, complaint
 
 #: Rows of a call, batch x tokens, up to which a layer is fused.
 MAX_ROWS = 64
-#: Rows up to which `flat` computes a layer's products. Those of 32 layers of Llama-3.1-8B took 3.88, 4.15 and 4.50 ms
-#: for 1, 4 and 8 rows on an H200, norms and SiLU included; cuBLAS's alone 3.85, 3.97 and 3.97, what is left out 0.26.
-FEW_ROWS = 4
 #: Dtypes of a fused call; in float32 the products take so long that launches hardly count.
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -411,14 +411,15 @@ def _forward(layer: Any, family: Family, hidden_states: Tensor, **kwargs: Any) -
     norms = ((one.weight, one.variance_epsilon) for one in (layer.input_layernorm, layer.post_attention_layernorm))
     weights = _Weights(qkv, out, gate_up, down, *norms)
     compute = _in_products if _few(x, weights) else _between_products
-    return compute(x, weights, lambda qkv: _attention(layer.self_attn, family, qkv, batch, tokens, kwargs)).view(
-        batch, tokens, size)
+
+    def attend(qkv: Tensor) -> Tensor:
+        return _attention(layer.self_attn, family, qkv, batch, tokens, kwargs)
+
+    return compute(x, weights, attend).view(batch, tokens, size)
 
 
 def _few(x: Tensor, weights: _Weights) -> bool:
     """Whether `flat` computes all products of a layer for the rows of x."""
-    if len(x) > FEW_ROWS:
-        return False
     products = [weight for weight, _ in weights[:4]]
     if any(one.data_ptr() % 16 for one in (x, weights.first[0], weights.second[0], *products)):
         return False
@@ -458,7 +459,19 @@ def _attention(attention: Any, family: Family, qkv: Tensor, batch: int, tokens: 
         {"q_weight": attention.q_norm.weight, "k_weight": attention.k_norm.weight,
          "eps": attention.q_norm.variance_epsilon} if family.normed else {}
     )
-    kernels.rotate_(qkv, cos, sin, HQ, KH, D, **norms)
+
+    def rotate_and_append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        if rotary.takes(qkv, pages.k, pages.v):
+            rotary.rotate_and_append(qkv, cos, sin, HQ, pages.k, pages.v, slots, **norms)
+        else:
+            kernels.rotate_(qkv, cos, sin, HQ, KH, D, **norms)
+            append(pages, key, value, slots)
+
+    # Attention of a decoding step reads k and v from the pages alone. In doubt it may yet turn out not to be one.
+    if isinstance(mask, Step) and mask.is_decode and mask.doubt is None:
+        mask.put = rotate_and_append
+    else:
+        kernels.rotate_(qkv, cos, sin, HQ, KH, D, **norms)
     heads = qkv.view(batch, tokens, HQ + 2 * KH, D).transpose(1, 2)
     query, key, value = heads[:, :HQ], heads[:, HQ : HQ + KH], heads[:, HQ + KH :]
     held = next((cache for cache in past if cache is not None), None)

@@ -7,6 +7,9 @@ check for a layer is that its K, V and queries are what the cache was made for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -17,9 +20,12 @@ from wavefill.cache import KVPages
 from wavefill.scores import Options
 from wavefill.spec import invalid, invalid_type
 
+#: Writes K and V into pages, at slots: arguments as those of `append`.
+Put: TypeAlias = Callable[[KVPages, Tensor, Tensor, Tensor], None]
 
-def append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write K [N, KH, D] and V [N, KH, DV] into the slots [N] int64 of a layer's pages.
+
+def append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor, put: Put | None = None) -> None:
+    """Write K [N, KH, D] and V [N, KH, DV] into the slots [N] int64 of a layer's pages, by `put` where it is given.
 
     Raises `InvalidType` or `InvalidArgument` when they are not what the pages hold.
     """
@@ -31,6 +37,9 @@ def append(pages: KVPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
         if new.shape[1:] != held.shape[2:]:
             raise invalid(name, f"must have the cache's heads and head size {list(held.shape[2:])}",
                           list(new.shape[1:]), "Make a new cache for this model.")
+    if put is not None:
+        put(pages, key, value, slots)
+        return
     write = operators.append if pages.k.is_cuda else cpu.append
     write(pages.k, pages.v, key, value, slots)
 

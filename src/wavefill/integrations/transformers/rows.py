@@ -195,7 +195,8 @@ class Rows:
             self._reserve(step, key, value)
         if not step.written:
             self.join()
-        kernels.append(self.view(layer), _packed(step, key), _packed(step, value), step.slots)
+        kernels.append(self.view(layer), _packed(step, key), _packed(step, value), step.slots, step.put)
+        step.put = None
         step.written += 1
 
     def end(self, step: Step, *, returned: bool) -> None:

@@ -16,6 +16,7 @@ from wavefill.cache import PagedKVCache, placed
 from wavefill.integrations.transformers.storage import Storage
 
 if TYPE_CHECKING:
+    from wavefill.integrations.transformers.kernels import Put
     from wavefill.integrations.transformers.rows import Rows
 
 
@@ -52,6 +53,8 @@ class Step:
         self.written = self.attended = 0
         #: Where the real new tokens go, once pages are claimed for them: `PagedKVCache.claim`.
         self.claimed: list[int] | None = None
+        #: How the next layer's K and V come to the pages, if not as they are given.
+        self.put: Put | None = None
 
     def new_pages(self, **sizes: Any) -> PagedKVCache:
         """Pages for the rows, which have none; `sizes` as `PagedKVCache` takes them, but their number."""

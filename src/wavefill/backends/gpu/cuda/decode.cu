@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Shared sh;
     const i32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32, programs = gridDim.x;
     const i32 g0 = blockIdx.y * HEADS, G = least(a.G - g0, HEADS), vectors = G * VECTORS;
-    if (KIND != STREAM_K) asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.launch_dependents;");
     if (PAGE && thread < 4) { // the table, if it is small, by the time that page ids are asked for
         const i64 at = (i64(blockIdx.x) * 4 + thread) * 32;
         if (at < (a.B - 1) * a.t_b + a.limit / (PAGE ? PAGE : 1)) prefetch(a.table + at);

@@ -18,11 +18,20 @@ __device__ __forceinline__ void reads_end() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
 }
+// So many threads wait for each other.
+template <i32 THREADS_> __device__ __forceinline__ void meet(i32 barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS_) : "memory");
+}
 // 16 bytes on their way to shared memory, zeros unless `there`; and the end of all that a thread asked for.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// What a thread asked for since the last time is a group; and the end of all groups but the last COUNT.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <i32 COUNT> __device__ __forceinline__ void copies_left() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+}
 // The copy engine brings a row and counts its bytes at a barrier. Multiples of 16, size and addresses.
 __device__ __forceinline__ void copy_row(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -144,6 +153,12 @@ __device__ __forceinline__ void send(u32 at, u32 barrier, float2 x) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(at),
                  "f"(x.x), "f"(x.y), "r"(barrier)
                  : "memory");
+}
+__device__ __forceinline__ void barrier_init(u32 at, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 __device__ __forceinline__ void barrier_init(u32 at) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");

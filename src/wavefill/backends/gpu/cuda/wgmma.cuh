@@ -84,20 +84,11 @@ template <i32 N> __device__ __forceinline__ void hold(u32 (&c)[N]) {
 template <i32 THREADS_> __device__ __forceinline__ void signal(i32 barrier) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS_) : "memory");
 }
-template <i32 THREADS_> __device__ __forceinline__ void meet(i32 barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS_) : "memory");
-}
 template <i32 COUNT> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 template <i32 COUNT> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-__device__ __forceinline__ void barrier_init(u32 at, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 // What a thread wrote in shared memory comes before what products read there after a meeting.
 __device__ __forceinline__ void writes_end() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
