@@ -165,7 +165,7 @@ def test_requests_are_put_together_along_a_line() -> None:
 
 def test_kernels_of_attention() -> None:
     profile = e2e_gpu.profile_of({"decode": 2e-3, "nvjet_tst_64x8": 5e-3, "void flash_fwd_splitkv<X>": 1e-3,
-                                  "decode_rope": 1e-3}, 0.01)
+                                  "decode_rope": 1e-3}, 0.01, 9e-3)
     assert profile.busy == pytest.approx(9e-3)
     assert profile.attention == pytest.approx(3e-3)
     assert profile.kernels[0] == ("nvjet_tst_64x8", 5e-3)
@@ -181,17 +181,19 @@ def test_a_profile_sums_up_what_ran_on_the_gpu(monkeypatch: pytest.MonkeyPatch) 
 
         def __exit__(self, *_: object) -> None: ...
 
-        def key_averages(self) -> list[Any]:
+        def events(self) -> list[Any]:
             kinds = torch.autograd.DeviceType
-            return [SimpleNamespace(key=key, device_type=kind, self_device_time_total=us)
-                    for key, kind, us in (("attend", kinds.CUDA, 40), ("aten::mm", kinds.CPU, 7),
-                                          ("gemm", kinds.CUDA, 120))]
+            return [SimpleNamespace(name=name, device_type=kind, self_device_time_total=end - start,
+                                    time_range=SimpleNamespace(start=start, end=end))
+                    for name, kind, start, end in (("attend", kinds.CUDA, 10, 50), ("aten::mm", kinds.CPU, 0, 7),
+                                                   ("gemm", kinds.CUDA, 30, 150), ("gemm", kinds.CUDA, 160, 180))]
 
     monkeypatch.setattr("torch.profiler.profile", Trace)
     bench = object.__new__(e2e_gpu.Bench)
     monkeypatch.setattr(bench, "_generate", lambda *_, **__: None, raising=False)
     found = bench._profile_of(SimpleNamespace(sequences=None, past_key_values=()), 1e-3, "wavefill")
     assert (found.busy, found.attention) == (pytest.approx(40e-6), pytest.approx(10e-6))
+    assert found.kernels[0] == ("gemm", pytest.approx(35e-6))
 
 
 def test_tables_lines_and_notes() -> None:

@@ -82,18 +82,18 @@ def test_an_end_token_costs_a_step_and_the_cache_goes_on(model: Any, begun: list
     """The step that ran for nothing is no part of the cache that `generate` returns."""
     disable(model)
     ids = prompt()
-    whole = generated(model, ids, 40).sequences
+    whole = generated(model, ids, 40, repetition_penalty=5.0).sequences
     new = whole[0, 30:].tolist()
     length = next(i for i in range(8, 40) if new[i] not in new[:i]) + 1
     end = new[length - 1]
     enable(model)
-    first = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0,
-                           return_dict_in_generate=True)
+    first = model.generate(ids, max_new_tokens=40, do_sample=False, repetition_penalty=5.0, eos_token_id=end,
+                           pad_token_id=0, return_dict_in_generate=True)
     assert first.sequences[0].tolist() == whole[0, : 30 + length].tolist()
     assert taken(begun) == [True] * (length - 3) + [False]
     assert first.past_key_values.get_seq_length() == 30 + length - 1
     second = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=40 - length,
-                            do_sample=False, eos_token_id=None)
+                            do_sample=False, repetition_penalty=5.0, eos_token_id=None)
     assert second.tolist() == whole.tolist()
 
 

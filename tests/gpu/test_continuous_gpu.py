@@ -35,13 +35,12 @@ pytestmark = pytest.mark.transformers
 DEVICE = "cuda"
 MIXED = (5, 37, 1, 18)
 NEW = 20
-#: What transformers chooses by itself, its graphs without batches prepared ahead, and neither.
+#: What transformers chooses by itself, and its graphs for all, for decode alone, and for nothing.
 GRAPHS: dict[str, dict[str, Any]] = {
     "default": {},
-    "graphs": {"use_cuda_graph": True, "use_async_batching": False},
-    "decode-graphs": {"use_cuda_graph": (False, True), "use_async_batching": False},
-    "ahead": {"use_cuda_graph": False, "use_async_batching": True},
-    "neither": {"use_cuda_graph": False, "use_async_batching": False},
+    "graphs": {"use_cuda_graph": True},
+    "decode-graphs": {"use_cuda_graph": (False, True)},
+    "neither": {"use_cuda_graph": False},
 }
 
 

@@ -207,6 +207,21 @@ def test_invariant_bits_do_not_depend_on_batch_mates() -> None:
         assert same_bits(alone_lse.cpu(), lse[rows].cpu())
 
 
+@pytest.mark.parametrize("q_len", [1, 3, 700])
+def test_invariant_bits_of_long_rows_do_not_depend_on_batch_mates(q_len: int) -> None:
+    """Rows of many pieces, whose merge takes other shapes for other numbers of rows."""
+    case = on_gpu(make_case([9000, 4500, 70, 5000], q_lens=[q_len, q_len, 1, q_len], HQ=8, KH=2, D=128,
+                            dtype=torch.bfloat16, page_size=16))
+    out, lse = run(case, schedule="invariant", max_q_len=q_len)
+    for b in range(4):
+        one = case.request(b)
+        one = replace(one, cu_seqlens_q=one.cu_seqlens_q.cuda())
+        alone, alone_lse = run(one, schedule="invariant", max_q_len=int(one.cu_seqlens_q[1]))
+        rows = slice(int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1]))
+        assert same_bits(alone.cpu(), out[rows].cpu())
+        assert same_bits(alone_lse.cpu(), lse[rows].cpu())
+
+
 def test_repeats_give_the_same_bits() -> None:
     case = on_gpu(make_case(*[MIXED[0]], q_lens=MIXED[1], HQ=8, KH=2, D=128, dtype=torch.bfloat16, page_size=16))
     first = run(case)

@@ -186,3 +186,13 @@ def test_invariant_rows_do_not_depend_on_company_workers_or_table(workers: int) 
         alone = run(wide.request(b), schedule, workers=workers)
         assert same_bits(alone[0][0], out[b])
         assert same_bits(alone[1][0], lse[b])
+
+
+@pytest.mark.parametrize("B", [2, 48])
+def test_invariant_rows_of_many_pieces_do_not_depend_on_how_many_there_are(B: int) -> None:
+    """Rows of 40 pieces among so many requests that the merge would take other shapes: case of a soak on a GPU."""
+    case = make_case([640] + [17] * (B - 1), HQ=4, KH=2, D=16, page_size=16)
+    out, lse = run(case, Invariant(chunk=16))
+    alone = run(case.request(0), Invariant(chunk=16))
+    assert same_bits(alone[0][0], out[0])
+    assert same_bits(alone[1][0], lse[0])

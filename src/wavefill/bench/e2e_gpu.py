@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Profile:
-    """A step on the GPU: seconds of all kernels, those of attention among them, and the longest by name.
+    """A step on the GPU: seconds in which it had a kernel, those of attention, and the longest by name.
 
     step: seconds of a step outside of the profiler.
     """
@@ -323,10 +323,12 @@ class Bench:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self._generate(result.sequences, PROFILED, way, cache=cache)
         times: dict[str, float] = {}
-        for event in trace.key_averages():
+        spans: list[tuple[float, float]] = []
+        for event in trace.events():
             if event.device_type.name == "CUDA":
-                times[event.key] = times.get(event.key, 0.0) + event.self_device_time_total * 1e-6 / PROFILED
-        return profile_of(times, step)
+                times[event.name] = times.get(event.name, 0.0) + event.self_device_time_total * 1e-6 / PROFILED
+                spans.append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+        return profile_of(times, step, covered(spans) / PROFILED)
 
     def _clear(self) -> None:
         gc.collect()
@@ -337,11 +339,20 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def profile_of(times: dict[str, float], step: float) -> Profile:
-    """Sums up kernels, seconds a step by name."""
+def profile_of(times: dict[str, float], step: float, busy: float) -> Profile:
+    """Sums up kernels, seconds a step by name, `busy` of which the GPU had at least one."""
     longest = sorted(times.items(), key=lambda item: -item[1])[:KERNELS_KEPT]
-    return Profile(step, sum(times.values()), sum(t for name, t in times.items() if is_attention(name)),
+    return Profile(step, busy, sum(t for name, t in times.items() if is_attention(name)),
                    tuple((name[:160], seconds) for name, seconds in longest))
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what spans (begin, end) cover together: kernels begin before those before them have ended."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def is_attention(kernel: str) -> bool:

@@ -271,7 +271,7 @@ def make(g: Geometry, schedule: Schedule, config: Config, workers: int, pdl: boo
     elif not whole and not merges:
         by_worker = cut.kind == STREAM_K and units > workers
         merge_rows = workers if by_worker else units
-        shape = merge_shape(merge_rows * queries, DV)
+        shape = merge_shape(merge_rows * queries, DV, alike=cut.rule == BOUNDED)
         merge_grid = merge_rows, queries, -(-DV // shape[0])
         merge = merge_variant(g.dtype, DV, shape, tile, cut.kind, by_worker, scanned, pdl, g.switches)
         merge_args = (rows, KH, G, queries, T, workers, *cuts, *strides, *kernels.values(merge))

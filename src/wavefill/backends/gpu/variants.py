@@ -91,8 +91,12 @@ def triton_variants(dtype: str, D: int, DV: int, G: int, config: Config, kind: i
     return found
 
 
-def merge_shape(rows: int, columns: int) -> tuple[int, int, int]:
-    """Columns, states and warps of a program of the merge, for `rows` queries of `columns` outputs each."""
+def merge_shape(rows: int, columns: int, *, alike: bool = False) -> tuple[int, int, int]:
+    """Columns, states and warps of a program of the merge, for `rows` queries of `columns` outputs each; alike: the
+    same for any number of rows, since sums of other numbers of states have other bits.
+    """
+    if alike:
+        return MERGES[1]
     best = MERGES[0]
     for shape in MERGES[1:]:
         if rows * -(-columns // shape[0]) >= MERGE_PROGRAMS:

@@ -22,6 +22,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -270,8 +271,6 @@ class Graph:
         self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._given = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._decoder = ref(decoder)
-        #: A stream of its own to capture on, since torch's one for all captures lies on the first device that had one.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         #: What the decoder's forward gave when it ran last, on the buffers, without the cache, and the cache's name.
         self._output: Any = None
@@ -360,8 +359,9 @@ class Graph:
 
     def _capture(self, step: Step, kwargs: dict[str, Any]) -> None:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = _stream_for_captures(step.rows.pages.device)
         try:
-            with _capturing, torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with _capturing, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._on_buffers(step, kwargs)
         except Exception as error:
             _clear_up(graph, current.device_index)
@@ -398,6 +398,14 @@ class Graph:
         # By its key: from 5.24 on an output says that it has either name.
         self._cache = next(name for name in output.keys() if name in CACHE_NAMES)  # noqa: SIM118
         self._output = type(output)(**{name: value for name, value in output.items() if name != self._cache})
+
+
+@cache
+def _stream_for_captures(device: torch.device) -> torch.cuda.Stream:
+    """One for each device, where torch has one for all, on the first device that had a capture; and one for all graphs
+    of a device, since cuBLAS keeps 32 MiB for each stream that it was captured on.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 #: Graphs whose capture failed: the allocator may go on asking one whether it is capturing.

@@ -179,19 +179,18 @@ def _choose_graphs(model: PreTrainedModel, config: Any) -> None:
     """Set `config` to no CUDA graphs and no batches prepared ahead where they can't be, before transformers chooses.
 
     On the CPU it would capture nothing, and replay it, if it saw a GPU. A model that waits for the device in its
-    forward can't be captured; whoever asks for it all the same gets what transformers makes of it. Graphs together with
-    batches prepared ahead gave wrong tokens on a GPU, in some runs and not in others.
+    forward can't be captured; whoever asks for it all the same gets what transformers makes of it. Batches prepared
+    ahead gave wrong tokens on a GPU, in some runs and not in others.
     """
     if model.device.type == "cpu":
         config.use_cuda_graph = config.use_async_batching = False
         return
     if config.use_cuda_graph is None and _waits(model):
         config.use_cuda_graph = False
-    if config.use_async_batching and config.use_cuda_graph is not False:
-        raise invalid("use_async_batching", "must be false together with CUDA graphs", True,
-                      "Pass use_cuda_graph=False beside it, or leave it out.")
-    if config.use_async_batching is None:
-        config.use_async_batching = False
+    if config.use_async_batching:
+        raise invalid("use_async_batching", "must be false for an enabled model on a GPU", True,
+                      "Leave it out, or call wavefill.integrations.transformers.disable(model).")
+    config.use_async_batching = False
 
 
 def _waits(model: PreTrainedModel) -> bool:
