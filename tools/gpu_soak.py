@@ -167,12 +167,11 @@ def invariant(model: Any) -> Iterator[None]:
     """Inside, attention runs by the schedule `invariant`, and linear layers and norms a row of the batch at a time."""
     import torch
 
-    from wavefill import Invariant, ops
+    from wavefill.integrations.transformers import disable, enable
 
     kinds = {type(module) for module in model.modules()
              if isinstance(module, torch.nn.Linear) or type(module).__name__.endswith("RMSNorm")}
     own = {kind: kind.forward for kind in kinds}
-    schedules = ops.gpu_schedule, ops.cpu_schedule
 
     def apart(forward: Any) -> Any:
         def each(module: Any, x: Any) -> Any:
@@ -182,13 +181,13 @@ def invariant(model: Any) -> Iterator[None]:
 
         return each
 
-    ops.gpu_schedule = ops.cpu_schedule = lambda *shape: Invariant()  # type: ignore[assignment]
     for kind in kinds:
         kind.forward = apart(own[kind])
     try:
+        enable(model, schedule="invariant")
         yield
     finally:
-        ops.gpu_schedule, ops.cpu_schedule = schedules
+        disable(model)
         for kind in kinds:
             kind.forward = own[kind]
 
@@ -267,9 +266,7 @@ def main() -> int:
         save_json(output, said)
         disable(model)  # with its graphs, which hold the schedule
         with invariant(model):
-            enable(model)
             said["outputs"] = same = outputs(soak, options, start + options.stop_after)
-            disable(model)
         print(*(f"{name}: {value}" for name, value in same.items() if name != "records"), sep="\n", flush=True)
         save_json(output, said)
     failed = not (flat["enough"] and same["enough"] and same["equal"] and (flat["flat"] or not on_gpu))

@@ -28,9 +28,9 @@ from wavefill.integrations.transformers import ahead, continuous, fused, graphs,
 from wavefill.integrations.transformers.attention import register
 from wavefill.integrations.transformers.cache import WavefillCache
 from wavefill.integrations.transformers.hooks import after, before
-from wavefill.integrations.transformers.names import name_over, previous_of
+from wavefill.integrations.transformers.names import SCHEDULE, name_over, previous_of
 from wavefill.integrations.transformers.support import PREVIOUS, check_model, decoder_of
-from wavefill.spec import UnsupportedModel, invalid, invalid_type
+from wavefill.spec import ScheduleArg, UnsupportedModel, invalid, invalid_type, parse_schedule
 
 __all__ = ["WavefillCache", "disable", "enable"]
 
@@ -43,7 +43,9 @@ register()
 _HANDLES = "_wavefill_handles"
 
 
-def enable(model: Model, kv_format: str = "auto", linear: str = "torch", fuse: bool = False) -> Model:
+def enable(
+    model: Model, kv_format: str = "auto", linear: str = "torch", fuse: bool = False, schedule: ScheduleArg = "auto"
+) -> Model:
     """Decode `model` through wavefill, in place, and return it. Enabling twice is the same as once.
 
     From then on `model.generate(...)`, `model(...)` and `model.generate_batch(...)` keep K and V in a paged cache that
@@ -67,6 +69,10 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch", fuse: b
                they are. Families Llama, Mistral, Qwen2, Qwen3 and Phi-3; layers with adapters, quantised weights or
                hooks stay as they are. Other rounding. Enable again after `model.to()`, which parts the weights.
 
+    schedule:  of the attention, as for `wavefill.attention`. Under "invariant" its bits for a row don't depend on the
+               other rows of the batch, in prompts too; PyTorch's products over more rows may still round otherwise. Not
+               for `generate_batch`.
+
     Raises `UnsupportedModel` for a model that would not be served exactly, before anything is changed.
     """
     if kv_format != "auto":
@@ -76,6 +82,7 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch", fuse: b
                       '"torch" leaves the linear layers alone, "flat" has wavefill compute calls of a few rows.')
     if not isinstance(fuse, bool):
         raise invalid_type("fuse", "must be a bool", repr(fuse), "Pass fuse=True to compute layers in fewer launches.")
+    parsed = parse_schedule(schedule)
     decoder = check_model(model)
     if fuse:
         fused.check(model)
@@ -93,6 +100,7 @@ def enable(model: Model, kv_format: str = "auto", linear: str = "torch", fuse: b
             decoder.register_forward_pre_hook(before, with_kwargs=True),
             decoder.register_forward_hook(after, with_kwargs=True, always_call=True),
         )
+    decoder.__dict__[SCHEDULE] = None if parsed == "auto" else parsed
     continuous.attach(model)
     linears.choose(model, linear)
     fused.choose(model, fuse)
@@ -115,6 +123,7 @@ def disable(model: Model) -> Model:
     continuous.detach(model)
     graphs.detach(decoder)
     ahead.detach(model)
+    decoder.__dict__.pop(SCHEDULE, None)
     for handle in decoder.__dict__.pop(_HANDLES):
         handle.remove()
     previous = previous_of(model.config._attn_implementation)

@@ -131,7 +131,7 @@ def _decode(
     pages = step.rows.view(module.layer_idx)
     out = kernels.attention(
         query[:, :, 0], pages, step.seq_lens, step.block_table, None, scale=scale, window=window, options=options,
-        max_q_len=1,
+        max_q_len=1, schedule=step.schedule,
     )
     return out[:, None]
 
@@ -141,9 +141,10 @@ def _prefill(step: Step, module: Any, query: Tensor, key: Tensor, value: Tensor,
 
     On the CPU, and in float32, torch's causal attention takes them as they are: rows without padding together, as in
     stock transformers and with the same bits; others one by one. On a GPU 16-bit rows go to the fastest kernel for
-    prompts that is there, which is often our own, and reads pages as well where there is padding.
+    prompts that is there, which is often our own, and reads pages as well where there is padding. Under a schedule that
+    was asked for all rows go to our own.
     """
-    if query.is_cuda and query.element_size() == 2:
+    if step.schedule is not None or (query.is_cuda and query.element_size() == 2):
         return _extend(step, module, query, scale, None, NONE, new=None if step.new is not None else (key, value))
     causal = partial(_stock("sdpa", module), module, attention_mask=None, dropout=0.0, scaling=scale, is_causal=True)
     if step.new is None:
@@ -174,7 +175,7 @@ def _extend(
         pages, table = KVPages(*(x.transpose(1, 2) for x in new)), None
     out = kernels.attention(
         packed, pages, step.seq_lens, table, step.cu_seqlens_q, scale=scale, window=window, options=options,
-        max_q_len=q_len,
+        max_q_len=q_len, schedule=step.schedule,
     )
     if step.index is not None:
         full = out.new_zeros(batch * q_len, heads, out.shape[-1])

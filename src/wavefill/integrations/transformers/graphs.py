@@ -390,7 +390,7 @@ class Graph:
     def _on_buffers(self, step: Step, kwargs: dict[str, Any]) -> None:
         """The decoder's forward, with the buffers in place of this step's tensors."""
         fixed = Step(step.rows, step.config, step.batch, 1, step.past, None, step.held, step.ids)
-        fixed.claimed, fixed.block_table = step.claimed, self._table
+        fixed.claimed, fixed.block_table, fixed.schedule = step.claimed, self._table, step.schedule
         fixed.slots, fixed.seq_lens = self._numbers.slots, self._numbers.seq_lens
         set_step(fixed)
         buffers = {self._name: self._inputs, "position_ids": self._positions, "attention_mask": None}

@@ -21,7 +21,7 @@ from wavefill.integrations.transformers import continuous
 from wavefill.integrations.transformers.cache import CACHE_NAMES, WavefillCache, adopt, rows_of
 from wavefill.integrations.transformers.current import get_step, set_step, untraced
 from wavefill.integrations.transformers.graphs import graphed
-from wavefill.integrations.transformers.names import previous_of
+from wavefill.integrations.transformers.names import SCHEDULE, previous_of
 from wavefill.spec import UnsupportedModel, invalid
 
 
@@ -73,6 +73,7 @@ def before(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     defer = replays is not None and replays.may_replay(rows, q_len)
     step = rows.begin(batch, q_len, attention_mask, config, defer=defer)
     step.storage = None if replays is None else replays.storage
+    step.schedule = decoder.__dict__.get(SCHEDULE)
     set_step(step)
     if made is None:
         return None

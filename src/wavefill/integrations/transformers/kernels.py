@@ -18,7 +18,7 @@ from wavefill.backends import cpu, gpu
 from wavefill.backends.gpu import operators
 from wavefill.cache import KVPages
 from wavefill.scores import Options
-from wavefill.spec import invalid, invalid_type
+from wavefill.spec import Schedule, invalid, invalid_type
 
 #: Writes K and V into pages, at slots: arguments as those of `append`.
 Put: TypeAlias = Callable[[KVPages, Tensor, Tensor, Tensor], None]
@@ -55,12 +55,13 @@ def attention(
     window: int | None,
     options: Options,
     max_q_len: int,
+    schedule: Schedule | None = None,
 ) -> Tensor:
     """Causal attention of packed queries [T, HQ, D] over a layer's pages, [T, HQ, DV]; rows align at their ends.
 
     pages: of the layer, or with block_table None its K and V of each row, [B, S, KH, D] and [B, S, KH, DV].
     seq_lens: [B] int32; block_table: [B, max_pages] int32; cu_seqlens_q: [B + 1] int32, or None for one query a row.
-    options: soft cap and sinks. max_q_len: most queries of a row.
+    options: soft cap and sinks. max_q_len: most queries of a row. schedule: None for what "auto" stands for.
 
     On a GPU nothing is synchronised, and what is launched depends on sizes alone.
     """
@@ -77,12 +78,13 @@ def attention(
         gpu.attention(
             query, pages.k, pages.v, seq_lens, block_table, cu_seqlens_q, out,
             query.new_empty(T, HQ, dtype=torch.float32), scale=scale, causal=True, window=window,
-            schedule=ops.gpu_schedule(HQ, KH, D, DV, dtype), max_q_len=max_q_len, options=options, auto=True,
+            schedule=schedule or ops.gpu_schedule(HQ, KH, D, DV, dtype), max_q_len=max_q_len, options=options,
+            auto=schedule is None,
         )
     else:
         cpu.attention(
             query, pages.k, pages.v, seq_lens, block_table, cu_seqlens_q, out, None, scale=scale, causal=True,
-            window=window, schedule=ops.cpu_schedule(HQ, KH, D, DV, dtype), options=options,
+            window=window, schedule=schedule or ops.cpu_schedule(HQ, KH, D, DV, dtype), options=options,
         )
     return out
 

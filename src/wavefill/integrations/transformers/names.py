@@ -10,6 +10,8 @@ PREFIX = "wavefill"
 
 #: Begins the name of a model's implementation while a continuous-batching manager lives: one looks for "flash" in it.
 BATCHED = "flash_"
+#: Attribute of an enabled decoder: the schedule of its attention, None for what "auto" stands for.
+SCHEDULE = "_wavefill_schedule"
 
 
 def name_over(previous: str) -> str:

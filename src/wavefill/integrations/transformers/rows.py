@@ -129,7 +129,7 @@ class Rows:
     def begin_anew(self, step: Step) -> None:
         """Begin a step in doubt once more, as the same object, by what its mask says. Raises as `begin` does."""
         anew = self.begin(step.batch, step.q_len, step.doubt, step.config)
-        anew.storage = step.storage
+        anew.storage, anew.schedule = step.storage, step.schedule
         vars(step).clear()
         vars(step).update(vars(anew))
 

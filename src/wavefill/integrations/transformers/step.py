@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wavefill.cache import PagedKVCache, placed
 from wavefill.integrations.transformers.storage import Storage
+from wavefill.spec import Schedule
 
 if TYPE_CHECKING:
     from wavefill.integrations.transformers.kernels import Put
@@ -55,6 +56,8 @@ class Step:
         self.claimed: list[int] | None = None
         #: How the next layer's K and V come to the pages, if not as they are given.
         self.put: Put | None = None
+        #: What attention runs by; None for what "auto" stands for.
+        self.schedule: Schedule | None = None
 
     def new_pages(self, **sizes: Any) -> PagedKVCache:
         """Pages for the rows, which have none; `sizes` as `PagedKVCache` takes them, but their number."""

@@ -34,7 +34,7 @@ from wavefill.integrations.transformers.continuous.call import MARKS, Pass, set_
 from wavefill.integrations.transformers.continuous.contract import PARAM, Contract, Shape
 from wavefill.integrations.transformers.continuous.detect import detect, gpu_releases, refusal
 from wavefill.integrations.transformers.current import untraced
-from wavefill.integrations.transformers.names import BATCHED, plain_name, previous_of
+from wavefill.integrations.transformers.names import BATCHED, SCHEDULE, plain_name, previous_of
 from wavefill.integrations.transformers.support import HYBRIDS, decoder_of
 from wavefill.spec import BackendUnavailable, UnsupportedModel, complaint, invalid
 
@@ -144,6 +144,8 @@ def init_continuous_batching(
             f"model: {type(self).__name__} has layers with a state in place of K and V, for which transformers' "
             "continuous batching has no cache. Call generate() with a batch."
         )
+    if (schedule := decoder_of(self).__dict__.get(SCHEDULE)) is not None:
+        raise invalid("schedule", 'must be "auto" in continuous batching', schedule, "Call enable(model) without it.")
     contract = contract_of(self)
     if self.device.type != "cpu" and not contract.on_gpu:
         raise BackendUnavailable(complaint(
