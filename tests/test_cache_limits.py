@@ -228,7 +228,7 @@ def test_a_grow_that_finds_too_little_memory_changes_nothing(number: int, monkey
     cache = make(2, layers=4)
     (a,) = cache.add()
     append(cache, [a], [[1, 2, 3, 4, 5, 6]])
-    before, shapes, view = state(cache), [x.shape for x in (*cache._k, *cache._v)], cache.view(3)
+    before, shapes, view = state(cache), [x.shape for x in cache._store.each()], cache.view(3)
     resize, calls = torch.Tensor.resize_, []
 
     def failing(self: torch.Tensor, *size: Any) -> torch.Tensor:
@@ -241,7 +241,7 @@ def test_a_grow_that_finds_too_little_memory_changes_nothing(number: int, monkey
     monkeypatch.undo()
     assert len(calls) == number
     assert state(cache) == before
-    assert [x.shape for x in (*cache._k, *cache._v)] == shapes
+    assert [x.shape for x in cache._store.each()] == shapes
     assert cache.view(3) is view
     with pytest.raises(OutOfPages):
         cache.reserve(a, [3])

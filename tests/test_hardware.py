@@ -66,7 +66,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 @pytest.mark.parametrize(("flags", "isa"), [
     (set(), "portable"), ({"avx2"}, "portable"), (AVX2, "avx2"), (AVX2 | {"avx512f"}, "avx2"), (AVX512, "avx512"),
-    (AVX512 | {"avx512_bf16"}, "avx512bf16"),
+    (AVX512 | {"avx512_bf16"}, "avx512"), (AVX512 | {"avx512_bf16", "avx512vbmi"}, "avx512bf16"),
 ])
 def test_isa_of_flags(flags, isa):
     assert hardware._isa(flags) == isa

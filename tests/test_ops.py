@@ -77,8 +77,8 @@ def test_schemas_declare_what_is_written() -> None:
         name: [a.name for a in getattr(WAVEFILL, name).default._schema.arguments if a.alias_info is not None]
         for name in ("attention", "attention_out", "append", "merge_states", "flat_linear")
     }
-    assert written == {"attention": [], "attention_out": ["out"], "append": ["k_cache", "v_cache"], "merge_states": [],
-                       "flat_linear": []}
+    assert written == {"attention": [], "attention_out": ["out"], "merge_states": [], "flat_linear": [],
+                       "append": ["k_cache", "v_cache", "k_scale", "v_scale"]}
 
 
 # ---- torch.compile

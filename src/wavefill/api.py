@@ -122,7 +122,8 @@ def decode_attention(
 
     q:           [B, HQ, D] fp32, fp16 or bf16; any strides. HQ is a multiple of KH.
     k_cache:     q's dtype and any strides: [pages, page_size, KH, D] with `block_table`, [B, S, KH, D] without; or the
-                 `KVPages` of `PagedKVCache.view`, with v_cache None.
+                 `KVPages` of `PagedKVCache.view`, with v_cache None. Or codes (on the CPU): float8_e4m3fn, which may
+                 come as uint8, or int8.
     v_cache:     the same with DV; None for a latent cache (MLA), whose V is the first `head_dim_v` columns of K.
     seq_lens:    [B] int32, keys of each request, this step's included; the query sits at position seq_len - 1.
     block_table: [B, max_pages] int32, page ids; entries past a request's last page are never read.
@@ -132,6 +133,9 @@ def decode_attention(
     sinks:       [HQ] fp32, fp16 or bf16: one more logit of each query head, without a value. It is neither scaled nor
                  capped nor biased, counts once whatever the split, and is in the LSE; finite or -inf.
     alibi_slopes: [HQ] fp32, fp16 or bf16: scores, once capped, lose slope * distance in positions.
+    k_scale, v_scale: what codes of K and V are multiplied by: a number or [] float32 tensor, [KH] float32, or one a
+                 token and head, [pages, page_size, KH] ([B, S, KH] without `block_table`) float32 or float16. None is
+                 1, which int8 does not take. A latent cache has k_scale alone.
     head_dim_v:  DV of a latent cache.
     max_seq_len: an upper bound of seq_lens known to the host; may steer choices, never the result's meaning.
     schedule:    "auto", "fixed", "stream_k", "invariant", or `Fixed(...)`, `StreamK(...)`, `Invariant(...)`.
@@ -140,8 +144,7 @@ def decode_attention(
     out:         [B, HQ, DV] of q's dtype, written in place; shares no memory with the inputs.
     sm_budget:   the most SMs of a GPU that the call uses, so that neighbours find some free; None for all.
 
-    k_scale, v_scale, softmax other than "online" and kv_shard are names of coming versions: giving one raises
-    InvalidArgument.
+    softmax other than "online" and kv_shard are names of coming versions: giving one raises InvalidArgument.
 
     On a GPU (compute capability 8.0 or higher; head sizes up to 256, up to 128 query heads a KV head) the call takes at
     most three launches, `attention` four, and no synchronisation: every worker derives its tiles from `seq_lens`, so
@@ -163,11 +166,11 @@ def decode_attention(
     >>> wavefill.decode_attention(q, kv[0], kv[1], torch.tensor([100, 7], dtype=torch.int32)).shape
     torch.Size([2, 8, 64])
     """
-    if (k_scale is not None or v_scale is not None or kv_shard is not None
-            or (softmax is not ONLINE and not online(softmax))):
-        raise not_yet(k_scale=k_scale, v_scale=v_scale, kv_shard=kv_shard, softmax=softmax)
+    if kv_shard is not None or (softmax is not ONLINE and not online(softmax)):
+        raise not_yet(kv_shard=kv_shard, softmax=softmax)
     return attend(q, k_cache, v_cache, seq_lens, block_table, None, scale, True, window, head_dim_v, schedule,
-                  max_seq_len, None, sm_budget, impl, return_lse, out, softcap, sinks, alibi_slopes, None)
+                  max_seq_len, None, sm_budget, impl, return_lse, out, softcap, sinks, alibi_slopes, None, k_scale,
+                  v_scale)
 
 
 @overload
@@ -264,16 +267,15 @@ def attention(
     >>> wavefill.attention(q, kv[0], kv[1], lengths, cu_seqlens_q=starts).shape
     torch.Size([5, 8, 64])
     """
-    if (k_scale is not None or v_scale is not None or kv_shard is not None
-            or (softmax is not ONLINE and not online(softmax))):
-        raise not_yet(k_scale=k_scale, v_scale=v_scale, kv_shard=kv_shard, softmax=softmax)
+    if kv_shard is not None or (softmax is not ONLINE and not online(softmax)):
+        raise not_yet(kv_shard=kv_shard, softmax=softmax)
     if type(cu_seqlens_q) is not Tensor:
         hold_tensor("cu_seqlens_q", cu_seqlens_q)
     if type(causal) is not bool:
         raise invalid_type("causal", "must be a bool", repr(causal), "Pass True or False.")
     return attend(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window, head_dim_v,
                   schedule, max_seq_len, max_q_len, sm_budget, impl, return_lse, out, softcap, sinks, alibi_slopes,
-                  mask)
+                  mask, k_scale, v_scale)
 
 
 def pack_mask(masks: Tensor | Sequence[Tensor]) -> Tensor:

@@ -9,10 +9,8 @@ pages are a GPU's: what it hands out goes there in copies that nobody waits for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -23,6 +21,8 @@ from wavefill import checks, ops
 from wavefill.backends.cpu import MAX_HEAD_DIM
 from wavefill.pages import Pages, Request, Step, distinct, ids_of, picks_of, sizes_of
 from wavefill.spec import DTYPE_BYTES, MAX_LENGTH, InvalidArgument, invalid, invalid_type, whole
+from wavefill.store import Buffers, Store, format_of, given_scales
+from wavefill.store import KVPages as KVPages
 
 #: Tokens of a page where the caller gives none: two tiles of the CPU backend, so that in the "HND" layout a tile of one
 #: head is one run of memory. One thread on 8K tokens (D 64 and 128, bf16 and fp32) read 8 to 10 GB/s, against 6.8 to
@@ -33,17 +33,6 @@ PAGE_SIZE = 64
 _MOST_LAYERS = 1 << 16
 #: Lists of requests whose tensors are kept until lengths or pages change.
 _KEPT = 64
-
-
-@dataclass(frozen=True, eq=False)
-class KVPages:
-    """The pages of one layer, as the public functions take them for `k_cache`.
-
-    k: [pages, page_size, KH, D]; v: [pages, page_size, KH, DV]. Views of the cache's own memory.
-    """
-
-    k: Tensor
-    v: Tensor
 
 
 def placed(x: Tensor, device: torch.device) -> Tensor:
@@ -69,7 +58,11 @@ class PagedKVCache:
     num_pages:   pages, each of `page_size` tokens of every layer.
     layers:      layers of the model.
     kv_heads, head_dim, head_dim_v: KH, D and DV (D if None).
-    dtype:       fp32, fp16 or bf16.
+    dtype:       fp32, fp16 or bf16: of K and V as they are appended, and of q.
+    kv_format:   how K and V are stored: "auto" in `dtype`, unchanged; or, on the CPU, "int8", "fp8-token-head" ("fp8"
+                 for short), "fp8-head" or "fp8-tensor" (docs/kv-formats.md). `append` makes the codes.
+    k_scale, v_scale: of "fp8-tensor", a number or a tensor [layers], and of "fp8-head", [KH] or [layers, KH], float32
+                 and above 0; None is 1. Other formats make their own.
     device:      "cpu", or a GPU: "cuda" (the current one), "cuda:1". All tensors that are given out live there.
     layout:      order in memory: "HND" puts the tokens of a head side by side, which reads fastest here; "NHD" the
                  heads of a token, as most engines do. Both look like [pages, page_size, KH, D] from outside.
@@ -104,6 +97,9 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         layout: Literal["NHD", "HND"] = "HND",
+        kv_format: str = "auto",
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
     ) -> None:
         num_pages = whole("num_pages", num_pages, 0, MAX_LENGTH)
         self.layers = whole("layers", layers, 1, _MOST_LAYERS)
@@ -117,35 +113,38 @@ class PagedKVCache:
             raise invalid("layout", 'must be "NHD" or "HND"', repr(layout), "Use one of these.")
         self.device = checks.known_device(device)
         self.dtype, self.layout = dtype, layout
-        self._k, self._v = self._buffers(num_pages)
+        self._format = format_of(kv_format, self.device)
+        self._scales = tuple(
+            given_scales(name, scale, self._format, self.layers, self.kv_heads, self.device)
+            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)))
+        self._store = self._make_store(num_pages)
         self._pages = Pages(num_pages, self.page_size)
         self._open: _Open | None = None
-        self._views = self._make_views(self._k, self._v)
+        self._views = self._store.views(self._store.buffers)
         self._seq_lens: dict[tuple[int, ...], Tensor] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is made anew; of K and V a copy of the pages that were ever taken, as others hold nothing."""
-        k, v = self._taken()
-        return self._state([x.clone() for x in k], [x.clone() for x in v])
+        taken = self._store.first(self._pages.fresh)
+        return {**self._state(), "taken": {name: [x.clone() for x in buffers] for name, buffers in taken.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Into memory of its own: tensors that another process sent are shared with it.
-        self.__dict__.update(state)
-        self.device = self._k[0].device  # torch.load may have put them elsewhere
-        k, v = self._buffers(self.num_pages)
-        for buffer, taken in zip((*k, *v), (*self._k, *self._v), strict=True):
-            buffer[: len(taken)] = taken
-        self._k, self._v, self._views = k, v, self._make_views(k, v)
+        taken: Buffers = state["taken"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "taken"})
+        self.device = taken["k"][0].device  # torch.load may have put them elsewhere
+        self._store = self._make_store(self.num_pages)
+        self._store.fill(taken)
+        self._views = self._store.views(self._store.buffers)
         self._changed(pages=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         """As through a pickle, but K and V are copied once."""
         other: PagedKVCache = type(self).__new__(type(self))
         memo[id(self)] = other
-        state = copy.deepcopy(self._state([], []), memo)
-        state["_k"], state["_v"] = self._taken()
-        other.__setstate__(state)
+        state = copy.deepcopy(self._state(), memo)
+        other.__setstate__({**state, "taken": self._store.first(self._pages.fresh)})
         return other
 
     def __copy__(self) -> NoReturn:
@@ -158,6 +157,11 @@ class PagedKVCache:
     def num_pages(self) -> int:
         """Pages in all."""
         return len(self._pages.refs)
+
+    @property
+    def kv_format(self) -> str:
+        """The name of the format that K and V are stored in; "auto" where they are stored as they come."""
+        return "auto" if self._format is None else self._format.name
 
     @property
     def free_pages(self) -> int:
@@ -273,9 +277,9 @@ class PagedKVCache:
         if num_pages < before:
             raise invalid("num_pages", f"must be at least the present number ({before})", num_pages,
                           "A cache cannot shrink; make a new one.")
-        k, v = self._enlarged(num_pages)
-        self._views = self._make_views(k, v)
-        self._k, self._v = k, v
+        buffers = self._store.enlarged(num_pages)
+        self._views = self._store.views(buffers)
+        self._store.buffers = buffers
         self._pages.grow(num_pages)
 
     # ---- tokens
@@ -309,6 +313,9 @@ class PagedKVCache:
             rule = f"[{self.layers} layers, tokens, KH, D] without layer=" if every else "[tokens, KH, D]"
             raise invalid("k", f"k and v must be {rule}", f"{list(k.shape)} and {list(v.shape)}",
                           "Pack the tokens of all requests along one dimension.")
+        if self._format is not None and k.dtype != self.dtype:
+            raise invalid_type("k", f"dtype must be that of the cache ({self.dtype})", k.dtype,
+                               f"Convert it with .to({self.dtype}).")
         sizes = self._counts(ids, k.shape[every], counts)
         layer = 0 if layer is None else layer
         self._check_layer(layer)
@@ -321,7 +328,8 @@ class PagedKVCache:
         writing = set(range(self.layers)) if every else {layer}
         for at in writing:
             pages = self._views[at]
-            ops.append(pages.k, pages.v, k[at] if every else k, v[at] if every else v, current.slots)
+            scales = () if self._format is None else (pages.k_scale, pages.v_scale)
+            ops.append(pages.k, pages.v, k[at] if every else k, v[at] if every else v, current.slots, *scales)
         # Only now: had the operator refused the tensors, there would be nothing but scratch in free pages.
         if self._open is None:
             self._take(current.step)
@@ -331,9 +339,9 @@ class PagedKVCache:
     def reserve(self, requests: int | Iterable[int], counts: Iterable[int]) -> Tensor:
         """Claims room for new tokens whose keys and values the caller writes: [tokens] int64 slots of `view(layer)`.
 
-        For a model that writes many layers a step through `torch.ops.wavefill.append`, or a kernel of its own: the
-        bookkeeping is done here, once. A slot is page * page_size + offset, in the order of `append`. The lengths
-        count the tokens at once; `truncate` takes them back.
+        For a model that writes many layers a step through `torch.ops.wavefill.append` (k, v, k_scale and v_scale of the
+        view), or a kernel of its own: the bookkeeping is done here, once. A slot is page * page_size + offset, in the
+        order of `append`. The lengths count the tokens at once; `truncate` takes them back.
 
         requests: distinct ids.
         counts:   tokens of each request.
@@ -385,63 +393,14 @@ class PagedKVCache:
 
     # ---- inside
 
-    def _state(self, k: list[Tensor], v: list[Tensor]) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """The attributes of a copy, but those that it makes anew."""
-        anew = ("_views", "_seq_lens", "_tables")
-        return {**{name: value for name, value in self.__dict__.items() if name not in anew}, "_k": k, "_v": v}
+        anew = ("_store", "_views", "_seq_lens", "_tables")
+        return {name: value for name, value in self.__dict__.items() if name not in anew}
 
-    def _taken(self) -> tuple[list[Tensor], list[Tensor]]:
-        """K and V of the pages that were ever taken."""
-        fresh = self._pages.fresh
-        return [k[:fresh] for k in self._k], [v[:fresh] for v in self._v]
-
-    def _sizes(self, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the buffers of K and V of a layer."""
-        tokens, heads = self.page_size, self.kv_heads
-        outer = (num_pages, tokens, heads) if self.layout == "NHD" else (num_pages, heads, tokens)
-        return (*outer, self.head_dim), (*outer, self.head_dim_v)
-
-    def _buffers(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
-        """K and V of each layer, uninitialised: slots without a token are never read, and a CPU's memory is only taken
-        up once it is written. Ordinary tensors even when made under inference_mode, which a cache may outlive.
-        """
-        sizes = self._sizes(num_pages)
-        with torch.inference_mode(False), self._memory_for(num_pages):
-            k, v = ([torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
-                    for size in sizes)
-        return k, v
-
-    def _enlarged(self, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers with more pages. Their memory grows in place, so that views taken earlier see what is appended
-        later; where it fails, nothing has changed but where some of them lie.
-        """
-        k_size, v_size = self._sizes(num_pages)
-        with torch.inference_mode(False), self._memory_for(num_pages):
-            try:
-                return [x.detach().resize_(k_size) for x in self._k], [x.detach().resize_(v_size) for x in self._v]
-            except (RuntimeError, MemoryError):
-                for x in (*self._k, *self._v):  # what some have got is room for a smaller number in all
-                    if x.untyped_storage().nbytes() > x.nbytes:
-                        x.untyped_storage().resize_(x.nbytes)
-                raise
-
-    @contextmanager
-    def _memory_for(self, num_pages: int) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            page = sum(map(prod, self._sizes(1))) * self.dtype.itemsize * self.layers
-            raise invalid("num_pages", "must be pages that there is memory for", f"{num_pages} of {page} bytes",
-                          "Give fewer pages, or smaller ones.") from error
-
-    def _make_views(self, buffers_k: list[Tensor], buffers_v: list[Tensor]) -> list[KVPages]:
-        heads_first = self.layout == "HND"
-        with torch.inference_mode(False):
-            return [
-                KVPages(k.transpose(1, 2) if heads_first else k.view_as(k),
-                        v.transpose(1, 2) if heads_first else v.view_as(v))
-                for k, v in zip(buffers_k, buffers_v, strict=True)
-            ]
+    def _make_store(self, num_pages: int) -> Store:
+        return Store(num_pages, self.layers, self.page_size, self.kv_heads, (self.head_dim, self.head_dim_v),
+                     self.dtype, self.layout, self._format, self._scales, self.device)
 
     def _counts(self, ids: tuple[int, ...], tokens: int, counts: Iterable[int] | None) -> tuple[int, ...]:
         if counts is None:
@@ -467,9 +426,7 @@ class PagedKVCache:
         distinct(ids)
         step = self._pages.plan(ids, counts)
         if step.copies:
-            shared, copies = self._placed(np.array(step.copies)).T
-            for buffer in (*self._k, *self._v):
-                buffer[copies] = buffer[shared]
+            self._store.copy_pages(self._placed(np.array(step.copies)))
         return step
 
     def _take(self, step: Step) -> None:

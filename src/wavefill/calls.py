@@ -50,12 +50,18 @@ def attend(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     mask: Tensor | None,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as one call of an operator; arguments are those of `attention`. cu_seqlens_q None: one token each."""
     if isinstance(k_cache, KVPages):
         if v_cache is not None:
             raise invalid("v_cache", "must be None when k_cache is a KVPages, which holds both", "a tensor",
                           "Pass None.")
+        if k_scale is not None or v_scale is not None:
+            raise invalid("v_scale" if k_scale is None else "k_scale",
+                          "must be None when k_cache is a KVPages, which holds its scales", "a scale", "Leave it out.")
+        k_scale, v_scale = k_cache.k_scale, k_cache.v_scale
         v_cache = k_cache.v
         k_cache = k_cache.k
     if type(q) is not Tensor:
@@ -98,11 +104,15 @@ def attend(
     arguments: tuple[Any, ...] = (q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, causal, window,
                                   head_dim_v, text, max_seq_len, max_q_len, sm_budget)
     bare = softcap is None and sinks is None and alibi_slopes is None and mask is None
-    if not bare:  # what is left out costs nothing on its way through the dispatcher
+    scaled = k_scale is not None or v_scale is not None
+    if scaled or not bare:  # what is left out costs nothing on its way through the dispatcher
         arguments += (softcap, sinks, alibi_slopes, mask)
+    if scaled:
+        k_scale, v_scale = _scale("k_scale", k_scale), _scale("v_scale", v_scale)
+        arguments += (k_scale, v_scale)
     if out is not None and type(out) is not Tensor:
         hold_tensor("out", out)
-    if (bare and q.is_cuda and v_cache is not None and cu_seqlens_q is None and head_dim_v is None
+    if (bare and not scaled and q.is_cuda and v_cache is not None and cu_seqlens_q is None and head_dim_v is None
             and not torch.compiler.is_compiling()):
         known = direct.attend(q, k_cache, v_cache, seq_lens, block_table, scale, window, text, sm_budget, out,
                               return_lse)
@@ -111,9 +121,9 @@ def attend(
     if out is not None:
         lse = ops.attention_out(*arguments, out=out)
         return (out, lse) if return_lse else out
-    if wants_grad(q, k_cache, v_cache, sinks, alibi_slopes):
-        whose = next((name for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
-                      if x is not None and x.requires_grad), "q")
+    if wants_grad(q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale):  # type: ignore[arg-type]
+        named = (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("k_scale", k_scale), ("v_scale", v_scale))
+        whose = next((name for name, x in named if isinstance(x, Tensor) and x.requires_grad), "q")
         fresh, lse = NoBackward.apply(whose, ops.attention, *arguments)  # type: ignore[no-untyped-call]
     else:
         fresh, lse = ops.attention(*arguments)
@@ -154,8 +164,6 @@ def not_yet(**options: object) -> InvalidArgument:
 
 
 _INSTEAD = {
-    "k_scale": "It belongs to quantised caches; keep the cache in fp32, fp16 or bf16 and leave it out.",
-    "v_scale": "It belongs to quantised caches; keep the cache in fp32, fp16 or bf16 and leave it out.",
     "softmax": 'Use softmax="online".',
     "kv_shard": "Attend to each part with its own lengths and merge with wavefill.merge_states.",
 }
@@ -165,6 +173,13 @@ def hold_tensor(name: str, value: object, next_step: str = "Pass a torch.Tensor.
     """Raises unless value is a tensor; callers ask only for what is not plainly one."""
     if not isinstance(value, Tensor):
         raise invalid_type(name, "must be a torch.Tensor", type(value).__name__, next_step)
+
+
+def _scale(name: str, value: float | Tensor | None) -> Tensor | None:
+    """A scale as an operator takes it: a number becomes a tensor of the host, which goes with those of any device."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.tensor(number(name, value), dtype=torch.float32)
 
 
 def _whole(name: str, value: Any, least: int) -> Any:

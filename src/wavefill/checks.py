@@ -8,10 +8,7 @@ the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -29,6 +26,8 @@ from wavefill.spec import (
 
 #: torch's dtypes under the names of `spec.DTYPE_BYTES`.
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
+#: Codes in which a cache may hold K and V, by dtype; other engines hand e4m3 as uint8.
+CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.int8: "int8"}
 #: Devices with a backend, and those with one for linear layers.
 DEVICES = ("cpu", "cuda")
 LINEAR_DEVICES = ("cpu",)
@@ -79,10 +78,13 @@ def attention(
     dtype = q.dtype
     if dtype not in DTYPE_NAMES:
         raise invalid_type("q", f"dtype must be one of {', '.join(DTYPE_BYTES)}", dtype, "Convert with .to(dtype).")
-    if k_cache.dtype != dtype:
-        raise _dtype("k_cache", f"that of q ({dtype})", k_cache, "Convert q to the cache's dtype.")
-    if v_cache is not None and v_cache.dtype != dtype:
-        raise _dtype("v_cache", f"that of q ({dtype})", v_cache, "Keep K and V in one dtype.")
+    k_dtype = k_cache.dtype
+    if k_dtype != dtype and k_dtype not in CODES:
+        raise _dtype("k_cache", f"that of q ({dtype}), or float8_e4m3fn, uint8 (e4m3) or int8", k_cache,
+                     "Convert q to the cache's dtype.")
+    if v_cache is not None and v_cache.dtype != k_dtype:
+        whose = "q" if k_dtype == dtype else "k_cache"
+        raise _dtype("v_cache", f"that of {whose} ({k_dtype})", v_cache, "Keep K and V in one dtype.")
 
     device = q.device
     if device != _CPU and device.type not in _RUNS_ON:
@@ -150,6 +152,35 @@ def _value_dim(k_shape: Sequence[int], v_cache: Tensor | None, scale: float | No
     return head_dim_v
 
 
+def scales(k_cache: Tensor, v_cache: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Checks the scales of caches that have passed `attention` or `append`."""
+    codes = CODES.get(k_cache.dtype)
+    for name, scale, cache in (("k_scale", k_scale, k_cache), ("v_scale", v_scale, v_cache)):
+        if scale is None:
+            if codes == "int8" and cache is not None:
+                raise invalid(name, "must be given for a cache of int8, whose values are code x scale", None,
+                              "Give the scales that the cache was written with.")
+            continue
+        if codes is None:
+            raise invalid(name, "belongs to quantised caches (float8_e4m3fn, uint8 or int8)",
+                          f"a cache of {k_cache.dtype}", "Leave it out.")
+        if cache is None:
+            raise invalid(name, "must be None where v_cache is (a latent cache), whose V is part of K", "a tensor",
+                          "Give k_scale alone.")
+        each = cache.shape[:3]
+        if scale.shape not in ((), (each[2],), each):
+            raise _shape(name, f"[], [KH] = [{each[2]}], or one a token and head, {_size(each)}", scale.shape,
+                         "Give one for all, one a KV head, or the cache's shape without the head size.")
+        if scale.dtype != _FLOAT32 and (scale.dtype != torch.float16 or scale.dim() < 3):
+            raise _dtype(name, "float32, or float16 for scales of tokens", scale, "Convert it with .float().")
+        if scale.device != cache.device and (scale.dim() or scale.device != _CPU):
+            raise _device(name, scale, cache.device)
+        if scale.requires_grad and torch.is_grad_enabled():
+            raise no_gradient(name)
+    if forward_ad._current_level >= 0:
+        _no_tangents(k_scale=k_scale, v_scale=v_scale)
+
+
 def options(
     q: Tensor,
     cu_seqlens_q: Tensor | None,
@@ -212,7 +243,10 @@ def result(out: Tensor, q: Tensor, DV: int) -> None:
         _no_tangents(out=out)
 
 
-def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Checks one append. Arguments are those of the operator."""
     k_shape, v_shape = k_cache.shape, v_cache.shape
     if len(k_shape) != 4:
@@ -232,12 +266,25 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
     if v.shape != (N, *v_shape[2:]):
         raise _shape("v", f"[tokens, KH, DV] = {_size((N, *v_shape[2:]))}", v.shape, "Pack the new tokens of a step.")
     if dtype not in DTYPE_NAMES:
-        raise invalid_type("k_cache", f"dtype must be one of {', '.join(DTYPE_BYTES)}", dtype, "Convert the cache.")
+        if dtype not in CODES:
+            raise _dtype("k_cache", f"one of {', '.join(DTYPE_BYTES)}, or float8_e4m3fn, uint8 (e4m3) or int8", k_cache,
+                         "Convert the cache.")
+        given = k.dtype
+        if given not in DTYPE_NAMES:
+            raise _dtype("k", f"one of {', '.join(DTYPE_BYTES)}", k, "Codes are made from values here.")
+    else:
+        given = dtype
+    if v_cache.dtype != dtype:
+        raise _dtype("v_cache", f"that of k_cache ({dtype})", v_cache, f"Convert it with .to({dtype}).")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != given:
+            whose = "k_cache" if given == dtype else "k"
+            raise _dtype(name, f"that of {whose} ({given})", tensor, f"Convert it with .to({given}).")
     for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v)):
-        if tensor.dtype != dtype:
-            raise _dtype(name, f"that of k_cache ({dtype})", tensor, f"Convert it with .to({dtype}).")
         if tensor.device != device:
             raise _device(name, tensor, device)
+    if k_scale is not None or v_scale is not None or given != dtype:
+        scales(k_cache, v_cache, k_scale, v_scale)
     if slots.device != device:
         raise _device("slots", slots, device)
     if torch.is_grad_enabled() and (k_cache.requires_grad or v_cache.requires_grad):
@@ -357,77 +404,6 @@ def plain(name: str, tensor: Tensor) -> None:
         raise _not_plain(name, f"layout {str(tensor.layout).removeprefix('torch.')}", "Convert it with .to_dense().")
     if tensor.is_neg():
         raise _not_plain(name, "a view with the sign turned", "Convert it with .resolve_neg().")
-
-
-# ---- memory
-
-#: Address, sizes, strides (in elements) and element size: all that decides whether two tensors share memory.
-_Geometry = tuple[int, Sequence[int], Sequence[int], int]
-
-
-def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, Tensor | None]]) -> None:
-    """Raises where a written tensor shares memory with itself or another. Needs real memory, not fakes."""
-    tensors = (*written, *read)
-    for at, (name, tensor) in enumerate(written, 1):
-        shape, strides = tensor.shape, tensor.stride()
-        if _overlaps_itself(shape, strides):
-            raise invalid(name, "is written and must not overlap itself", f"strides {_size(strides)}",
-                          "Pass a tensor with memory of its own, not an expanded one.")
-        begin = tensor.data_ptr()
-        end = begin + _reach(shape, strides) * tensor.element_size()
-        for other_name, other in tensors[at:]:
-            if other is None or (other_begin := other.data_ptr()) >= end:
-                continue
-            storage = other.untyped_storage()  # quicker to look at than the tensor's own extent, and never smaller
-            if (storage.data_ptr() + storage.nbytes() > begin
-                    and other_begin + _reach(other.shape, other.stride()) * other.element_size() > begin
-                    and _share(_geometry(tensor), _geometry(other))):
-                raise invalid(name, f"is written and must share no memory with {other_name}", "overlapping memory",
-                              "Pass a tensor of its own, for example a clone.")
-
-
-@lru_cache(maxsize=256)
-def _overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may share memory: true for expanded tensors, and for strides too irregular to tell."""
-    reach = 0
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
-@lru_cache(maxsize=1024)
-def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last in memory."""
-    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
-
-
-def _geometry(tensor: Tensor) -> _Geometry:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size()
-
-
-@lru_cache(maxsize=256)
-def _share(a: _Geometry, b: _Geometry) -> bool:
-    """Whether two strided tensors whose ranges meet have an element in common (interleaved views do not)."""
-    try:
-        return bool(np.shares_memory(_as_bytes(a), _as_bytes(b), max_work=100_000))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _as_bytes(geometry: _Geometry) -> np.ndarray[Any, Any]:
-    """A NumPy view of the same addresses, never read; NumPy has no bfloat16, so elements are plain bytes."""
-    pointer, sizes, strides, item = geometry
-
-    class _View:
-        __array_interface__ = {  # noqa: RUF012
-            "version": 3, "typestr": f"|V{item}", "data": (pointer, False),
-            "shape": tuple(sizes), "strides": tuple(s * item for s in strides),
-        }
-
-    return np.asarray(_View())
 
 
 # ---- errors

@@ -115,10 +115,13 @@ _ALL = (
     Format("int4", Part("int4", "channel", "float16"), Part("int4", "group", "float16"), tail=True),
 )
 FORMATS = {each.name: each for each in _ALL}
+#: What "fp8" stands for: the scales that do best.
+_SHORT = {"fp8": "fp8-token-head"}
 
 
 def find(name: str) -> Format:
-    """The format of that name. Raises InvalidArgument."""
-    if name not in FORMATS:
+    """The format of that name; "fp8" is "fp8-token-head". Raises InvalidArgument."""
+    found = FORMATS.get(_SHORT.get(name, name)) if isinstance(name, str) else None
+    if found is None:
         raise invalid("kv_format", f"must be one of {', '.join(FORMATS)}", repr(name), "Use one of these.")
-    return FORMATS[name]
+    return found

@@ -275,4 +275,4 @@ def _isa(flags: set[str]) -> str:
         return "portable"
     if not {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
         return "avx2"
-    return "avx512bf16" if "avx512_bf16" in flags else "avx512"
+    return "avx512bf16" if {"avx512_bf16", "avx512vbmi"} <= flags else "avx512"

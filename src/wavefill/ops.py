@@ -6,7 +6,7 @@ third of one made with `torch.library.custom_op`.
 
 wavefill::attention(q, k_cache, v_cache, seq_lens, ...) -> (out, lse)
 wavefill::attention_out(..., out) -> lse          writes out
-wavefill::append(k_cache, v_cache, k, v, slots)   writes the caches
+wavefill::append(k_cache, v_cache, k, v, slots, k_scale, v_scale)   writes the caches, and scales of tokens
 wavefill::merge_states(outs, lses) -> (out, lse)
 wavefill::flat_linear(x, weight, bias) -> out
 """
@@ -24,6 +24,7 @@ from wavefill import checks, direct, select
 from wavefill.backends import cpu, gpu
 from wavefill.backends.gpu import operators as gpu_operators
 from wavefill.hardware import CPU_TILE
+from wavefill.overlaps import no_overlap
 from wavefill.scores import NONE, Options
 from wavefill.spec import (
     AttentionSpec,
@@ -43,7 +44,7 @@ _CALL = (
     "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
     "float? scale=None, bool causal=True, SymInt? window=None, SymInt? head_dim_v=None, str schedule='auto', "
     "SymInt? max_seq_len=None, SymInt? max_q_len=None, SymInt? sm_budget=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? mask=None"
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? mask=None, Tensor? k_scale=None, Tensor? v_scale=None"
 )
 
 
@@ -113,15 +114,20 @@ def _attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
+    if k_scale is not None or v_scale is not None or k_cache.dtype != q.dtype:
+        checks.scales(k_cache, v_cache, k_scale, v_scale)
     if softcap is not None or sinks is not None or alibi_slopes is not None or mask is not None:
         checks.options(q, cu_seqlens_q, max_q_len, softcap, sinks, alibi_slopes, mask)
     T, HQ, _ = q.shape
     out, lse = q.new_empty((T, HQ, DV)), q.new_empty((T, HQ), dtype=torch.float32)
     call = _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale, causal, window, DV,
-                   schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask))
+                   schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask), k_scale,
+                   v_scale)
     if call is not None and v_cache is not None:
         direct.remember(q, k_cache, v_cache, seq_lens, block_table, scale, window, schedule, sm_budget, None, call)
     return out, lse
@@ -146,17 +152,22 @@ def _attention_out(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     out: Tensor,
 ) -> Tensor:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
+    if k_scale is not None or v_scale is not None or k_cache.dtype != q.dtype:
+        checks.scales(k_cache, v_cache, k_scale, v_scale)
     if softcap is not None or sinks is not None or alibi_slopes is not None or mask is not None:
         checks.options(q, cu_seqlens_q, max_q_len, softcap, sinks, alibi_slopes, mask)
     checks.result(out, q, DV)
-    checks.no_overlap((("out", out),), (
+    no_overlap((("out", out),), (
         ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens), ("block_table", block_table),
         ("cu_seqlens_q", cu_seqlens_q), ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("mask", mask),
+        ("k_scale", k_scale), ("v_scale", v_scale),
     ))
     T, HQ, _ = q.shape
     lse = q.new_empty((T, HQ), dtype=torch.float32)
@@ -164,7 +175,8 @@ def _attention_out(
     straight = out.stride(2) == 1 and not (out.is_cuda and _unaligned(out))
     rows = out if straight else torch.empty_like(out, memory_format=torch.contiguous_format)
     call = _launch(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, rows, lse, scale, causal, window, DV,
-                   schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask))
+                   schedule, max_seq_len, max_q_len, sm_budget, _options(softcap, sinks, alibi_slopes, mask), k_scale,
+                   v_scale)
     if rows is not out:
         out.copy_(rows)
         return lse
@@ -192,8 +204,10 @@ def _launch(
     max_q_len: int | None,
     sm_budget: int | None,
     options: Options,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> gpu.Call | None:
-    """Fills `out` and `lse`. Tensors have passed `checks.attention`.
+    """Fills `out` and `lse`. Tensors have passed `checks.attention` and, where K and V are codes, `checks.scales`.
 
     Returns what `gpu.run` takes for another call like this one: of one query token a request, without options, on a GPU
     and without a copy of a tensor. None for any other.
@@ -201,12 +215,14 @@ def _launch(
     D = q.shape[2]
     given = q, seq_lens, block_table
     on_gpu = q.is_cuda
+    if on_gpu and k_cache.dtype != q.dtype:
+        raise _not_on_gpu(k_cache.dtype)
     auto = (gpu_schedule if on_gpu else cpu_schedule)(q.shape[1], k_cache.shape[2], D, DV, checks.DTYPE_NAMES[q.dtype])
     chosen = decode_schedule(schedule)
     if chosen == "auto":
         chosen = auto
     if v_cache is None:
-        v_cache = k_cache.narrow(3, 0, DV)
+        v_cache, v_scale = k_cache.narrow(3, 0, DV), k_scale
     if q.stride(2) != 1 or (on_gpu and _unaligned(q)):
         q = q.contiguous()
     if not seq_lens.is_contiguous():
@@ -230,9 +246,15 @@ def _launch(
         _hold_hints(seq_lens, cu_seqlens_q, max_seq_len, max_q_len)
     cpu.attention(
         q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, out, lse, scale=scale, causal=causal, window=window,
-        schedule=chosen, options=options,
+        schedule=chosen, options=options, k_scale=k_scale, v_scale=v_scale,
     )
     return None
+
+
+def _not_on_gpu(dtype: torch.dtype) -> BackendUnavailable:
+    return BackendUnavailable(complaint(
+        "k_cache", "the GPU backend of this version has no kernel for quantised caches", dtype,
+        "Keep the cache in fp32, fp16 or bf16 there, or move the tensors to the CPU."))
 
 
 def _options(
@@ -308,9 +330,13 @@ def _attention_fake(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     DV = checks.attention(q, k_cache, v_cache, seq_lens, block_table, cu_seqlens_q, scale, window, head_dim_v,
                           max_seq_len, max_q_len)
+    if k_scale is not None or v_scale is not None or k_cache.dtype != q.dtype:
+        checks.scales(k_cache, v_cache, k_scale, v_scale)
     if softcap is not None or sinks is not None or alibi_slopes is not None or mask is not None:
         checks.options(q, cu_seqlens_q, max_q_len, softcap, sinks, alibi_slopes, mask)
     decode_schedule(schedule)
@@ -327,17 +353,32 @@ def _attention_out_fake(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
 # ---- append and merge
 
 
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    checks.append(k_cache, v_cache, k, v, slots)
-    checks.no_overlap((("k_cache", k_cache), ("v_cache", v_cache)), (("k", k), ("v", v), ("slots", slots)))
-    write = gpu_operators.append if k_cache.is_cuda else cpu.append
-    write(k_cache, v_cache, k, v, slots if slots.is_contiguous() else slots.contiguous())
-    direct.written(k_cache)
-    direct.written(v_cache)
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    checks.append(k_cache, v_cache, k, v, slots, k_scale, v_scale)
+    # Scales of tokens are written with their codes, others are read.
+    made = [(name, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None and x.dim() == 3]
+    written = (("k_cache", k_cache), ("v_cache", v_cache), *made)
+    no_overlap(written, (("k", k), ("v", v), ("slots", slots)))
+    if not slots.is_contiguous():
+        slots = slots.contiguous()
+    if k_cache.is_cuda:
+        if k_cache.dtype != k.dtype:
+            raise _not_on_gpu(k_cache.dtype)
+        gpu_operators.append(k_cache, v_cache, k, v, slots)
+    else:
+        cpu.append(k_cache, v_cache, k, v, slots, k_scale, v_scale)
+    for _, x in written:
+        direct.written(x)
 
 
-def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    checks.append(k_cache, v_cache, k, v, slots)
+def _append_fake(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    checks.append(k_cache, v_cache, k, v, slots, k_scale, v_scale)
 
 
 def _merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,7 +492,8 @@ attention = _register(f"attention({_CALL}) -> (Tensor out, Tensor lse)", _attent
 attention_out = _register(f"attention_out({_CALL}, *, Tensor(a!) out) -> Tensor lse", _attention_out,
                           _attention_out_fake)
 append = _register(
-    "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()", _append, _append_fake
+    "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, Tensor(c!)? k_scale=None, "
+    "Tensor(d!)? v_scale=None) -> ()", _append, _append_fake,
 )
 merge_states = _register("merge_states(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)",
                          _merge_states, _merge_states_fake)

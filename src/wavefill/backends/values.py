@@ -13,8 +13,8 @@ def value_error(
     fault: 1 a negative length, 2 one past the capacity, 3 a page id out of range in a slot that is read, 4 offsets
            that do not start at 0, 5 that decrease, 6 that end past the query tokens, 7 a request with more query
            tokens than a row of the mask has bits, 8 a sink that is NaN or infinite (but for -inf, which is none), 9 a
-           slope that is NaN or infinite.
-    request, value, slot: where, and what was found; for 7 the request's tokens, and the words of a row; for 8 and 9 the
+           slope and 10 a scale of K (slot 0) or V (slot 1) that is NaN or infinite.
+    request, value, slot: where, and what was found; for 7 the request's tokens, and the words of a row; from 8 on the
            head, and 0 for NaN or the sign of an infinity.
     """
     match fault:
@@ -42,6 +42,9 @@ def value_error(
         case 9:
             return invalid(f"alibi_slopes[{request}]", "must be finite", _NO_NUMBER[value],
                            "Give 0 to a head without a bias.")
+        case 10:
+            return invalid("v_scale" if slot else "k_scale", f"must be finite (KV head {request})", _NO_NUMBER[value],
+                           "Give the scales that the cache was written with.")
         case _:
             return invalid("cu_seqlens_q[-1]", f"must be at most the {tokens} query tokens of q", value,
                            "Pass all query tokens, or a smaller last offset.")

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = CPU_MAX_HEAD_DIM
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: How the core calls caches that do not hold numbers of q's dtype.
+_CODES = {torch.float8_e4m3fn: 1, torch.uint8: 1, torch.int8: 2}
 
 
 def capability(spec: AttentionSpec) -> str | None:
@@ -56,25 +58,30 @@ def attention(
     window: int | None,
     schedule: Schedule,
     options: Options = NONE,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     threads: int | None = None,
     workers: int | None = None,
 ) -> None:
     """Attention of packed query tokens over a KV cache, written into `out` and `lse`.
 
     q:            [T, HQ, D], fp32, fp16 or bf16; its last stride is 1.
-    k_cache:      [pages, page_size, KH, D] with a block table, else [B, S, KH, D]; q's dtype, any strides.
+    k_cache:      [pages, page_size, KH, D] with a block table, else [B, S, KH, D]; q's dtype, any strides. Or codes:
+                  float8_e4m3fn, which may come as uint8, or int8.
     v_cache:      the same with DV.
     seq_lens:     [B] int32, contiguous: keys of each request, this step's included.
     block_table:  [B, max_pages] int32 with unit last stride, or None.
     cu_seqlens_q: [B + 1] int32, contiguous, or None for one query token a request.
     out, lse:     [T, HQ, DV] with unit last stride; [T, HQ] float32 or None.
     options:      soft cap, sinks, ALiBi and the mask of drafts; a mask needs cu_seqlens_q.
+    k_scale, v_scale: what codes are multiplied by: [] or [KH] float32, or one a token and head, in the cache's shape
+                  without the head size, float32 or float16; None: 1.
     threads:      at most this many threads run; None: torch's own number.
     workers:      workers of the schedule; None: one a thread. Their number changes `fixed` and `stream_k` splits.
 
     Raises InvalidArgument for negative lengths, lengths past the cache's capacity, page ids out of range in slots that
-    are read, offsets that do not start at 0, decrease, or end past T, and masks with fewer bits than a request has
-    query tokens.
+    are read, offsets that do not start at 0, decrease, or end past T, masks with fewer bits than a request has query
+    tokens, and scales of heads that are NaN or infinite.
     """
     if threads is None:
         threads = torch.get_num_threads()
@@ -105,6 +112,7 @@ def attention(
         *((0, 0) if lse is None else lse.stride()),
         DTYPE_CODES[q.dtype], scale, causal, window or 0, tile, kind, param, workers, threads,
         *(_NO_OPTIONS if options is NONE else _options(options)),
+        _CODES.get(k_cache.dtype, 0), _scales(k_scale), _scales(v_scale),
     )
     if fault is not None:
         raise value_error(*fault, capacity=k_cache.shape[1] * max_pages, pages=pages, tokens=T)
@@ -121,6 +129,20 @@ def _options(options: Options) -> tuple[float, int, int, int, int]:
     return options.softcap or 0.0, sinks, slopes, bits, 0 if mask is None else mask.shape[1]
 
 
+#: What stands for scales that are all 1.
+_NO_SCALES = (0, False, False, 0, 0, 0)
+
+
+def _scales(scale: Tensor | None) -> tuple[int, bool, bool, int, int, int]:
+    """Address, whether they are float16, whether each token has one, and the strides of pages, tokens and heads."""
+    if scale is None:
+        return _NO_SCALES
+    if scale.dim() < 3:
+        return scale.data_ptr(), False, False, 0, 0, scale.stride(0) if scale.dim() else 0
+    page, token, head = scale.stride()
+    return scale.data_ptr(), scale.dtype == torch.float16, True, page, token, head
+
+
 def _key_ranges(
     seq_lens: Tensor, cu_seqlens_q: Tensor | None, group: int, causal: bool, window: int | None
 ) -> tuple[list[int], list[int]]:
@@ -130,11 +152,15 @@ def _key_ranges(
     return [r[3] for r in rows], [r[4] for r in rows]
 
 
-def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write the keys and values of N tokens into a cache.
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write the keys and values of N tokens into a cache, as codes where it holds codes.
 
-    k, v:  [N, KH, D] and [N, KH, DV], any strides, the caches' dtype.
+    k, v:  [N, KH, D] and [N, KH, DV], any strides, fp32, fp16 or bf16: the caches' dtype unless those hold codes.
     slots: [N] int64, contiguous: page * page_size + offset of each token; a negative slot is skipped.
+    k_scale, v_scale: as `attention` takes them; those of tokens are made from their values and written.
 
     Raises InvalidArgument when a slot lies past the cache; nothing is written then.
     """
@@ -142,7 +168,8 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
         (k.data_ptr(), k_cache.data_ptr(), *k.shape[1:], *k.stride(), *k_cache.stride()[1:]),
         (v.data_ptr(), v_cache.data_ptr(), *v.shape[1:], *v.stride(), *v_cache.stride()[1:]),
         k_cache.stride(0), v_cache.stride(0), slots.data_ptr(), slots.shape[0], k.element_size(),
-        k_cache.shape[1], k_cache.shape[0],
+        k_cache.shape[1], k_cache.shape[0], DTYPE_CODES[k.dtype], _CODES.get(k_cache.dtype, 0), _scales(k_scale),
+        _scales(v_scale), torch.get_num_threads(),
     )
     if bad >= 0:
         raise slot_error(bad, int(slots[bad]), pages=k_cache.shape[0], page_size=k_cache.shape[1])

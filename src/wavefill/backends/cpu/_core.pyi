@@ -1,6 +1,6 @@
 """The compiled core, built from csrc/. Pointers are addresses, strides count elements; see backends/cpu/__init__.py."""
 
-def attention(*arguments: float) -> tuple[int, int, int, int] | None:
+def attention(*arguments: float | tuple[int, ...]) -> tuple[int, int, int, int] | None:
     """None, or (fault, request, value, slot). The arguments are those of `attention` in csrc/module.cpp."""
 
 def schedule(
@@ -15,9 +15,9 @@ def rows(
 
 def append(
     k: tuple[int, ...], v: tuple[int, ...], k_page: int, v_page: int, slots: int, n: int, element: int, page_size: int,
-    pages: int, /,
+    pages: int, dtype: int, codes: int, k_scales: tuple[int, ...], v_scales: tuple[int, ...], threads: int, /,
 ) -> int:
-    """-1, or the index of a slot past the cache; nothing is written then. k, v: see `append` in csrc/module.cpp."""
+    """-1, or the index of a slot past the cache; nothing is written then. k, v and scales: see csrc/module.cpp."""
 
 def merge(
     outs: int, lses: int, out: int, lse: int, n: int, rows: int, d: int, dtype: int, threads: int, /

@@ -3,6 +3,7 @@
 #include "kernel.h"
 
 #include "linear.h"
+#include "quantise.h"
 #include "tile.h"
 
 namespace wf {
@@ -50,9 +51,13 @@ Scratch lay_out(const Problem &p, int64_t query_rows, int64_t heads, char *base)
   for (Tokens &t : s.tokens) {
     t.k = a.take<const char *>(p.tile + kMaxTokens);
     t.v = a.take<const char *>(p.tile + kMaxTokens);
+    t.k_scales = a.take<const char *>(p.k_scales.tokens ? p.tile : 0);
+    t.v_scales = a.take<const char *>(p.v_scales.tokens ? p.tile : 0);
   }
   Buffers &b = s.buffers;
   b.scores = a.take<float>(4 * dims.tile_padded);
+  b.k_scales = a.take<float>(p.k_scales.tokens ? dims.tile_padded + kW : 0);
+  b.v_scales = a.take<float>(p.v_scales.tokens ? dims.tile_padded + kW : 0);
   // K is read once a tile, V once for every few columns. Tokens a power of two apart share a few sets of the first-level
   // cache and would drive each other out between those passes, so V is packed unless its tokens lie side by side.
   const bool pack_v = p.vs.dim != 1 || p.vs.token != p.DV;
@@ -91,17 +96,37 @@ void locate(const Problem &p, const Row &row, int64_t index, Tokens &out) {
       out.k[t - from + i] = k;
       out.v[t - from + i] = v;
     }
+    if (is_code<T>) {
+      locate_scales(p.k_scales, page, offset, run, out.k_scales + (t - from));
+      locate_scales(p.v_scales, page, offset, run, out.v_scales + (t - from));
+    }
     t += run;
   }
   // Scores are made a few tokens at a time: past the last one its address is repeated, and what comes of it is not used.
   for (int64_t i = out.count; i < out.count + kMaxTokens - 1; ++i) out.k[i] = out.k[out.count - 1];
 }
 
+// Calls f with a value of q's type, which is that of the cache unless it holds codes.
+template <class T, class F>
+inline void with_query_type(DType dtype, const F &f) {
+  if constexpr (!is_code<T>) return f(T{});
+  if constexpr (PairDot<T>::value) return f(bf16{});
+  switch (dtype) {
+    case DType::f32: return f(float{});
+    case DType::f16: return f(f16{});
+    case DType::bf16: return f(bf16{});
+  }
+}
+
 template <class T>
 void load_q(const Problem &p, const Row &row, int64_t head, State &s) {
-  for (int64_t i = 0; i < s.rows; ++i)
-    lay_out_row((const T *)p.q + (row.q0 + i / p.G) * p.q_token + (head * p.G + i % p.G) * p.q_head, p.D,
-                s.q + i * row_floats<T>(p.D));
+  const float scale = scale_of_head<T>(p.k_scales, head);
+  with_query_type<T>(p.dtype, [&](auto type) {
+    using Q = decltype(type);
+    for (int64_t i = 0; i < s.rows; ++i)
+      lay_out_row<T>((const Q *)p.q + (row.q0 + i / p.G) * p.q_token + (head * p.G + i % p.G) * p.q_head, p.D, scale,
+                     s.q + i * row_floats<T>(p.D));
+  });
 }
 
 // What a row's sums are multiplied by, and its LSE. The sink joins here, where all of a row's keys have been seen, and so
@@ -119,18 +144,22 @@ inline Denominator denominator(const Problem &p, int64_t head, float max, float 
 template <class T>
 void write_out(const Problem &p, const Row &row, int64_t head, const State &s) {
   const Dims dims = dims_of(p);
-  T *out = (T *)p.out;
-  for (int64_t i = 0; i < s.rows; ++i) {
-    const int64_t token = row.q0 + i / p.G, h = head * p.G + i % p.G;
-    const Denominator all = denominator(p, h, s.max()[i], s.sum()[i]);
-    const float *acc = s.acc() + i * dims.dv_padded;
-    T *dst = out + token * p.o_token + h * p.o_head;
-    for (int64_t lane = 0; lane < dims.dv_padded; ++lane) {
-      const int64_t e = lane_element<T>((int)lane);
-      if (e < p.DV) from_float(acc[lane] * all.inverse, dst[e]);
+  const float scale = is_code<T> ? scale_of_head<T>(p.v_scales, head) : 1.0f;
+  with_query_type<T>(p.dtype, [&](auto type) {
+    using Q = decltype(type);
+    for (int64_t i = 0; i < s.rows; ++i) {
+      const int64_t token = row.q0 + i / p.G, h = head * p.G + i % p.G;
+      const Denominator all = denominator(p, h, s.max()[i], s.sum()[i]);
+      const float factor = is_code<T> ? all.inverse * scale : all.inverse;
+      const float *acc = s.acc() + i * dims.dv_padded;
+      Q *dst = (Q *)p.out + token * p.o_token + h * p.o_head;
+      for (int64_t lane = 0; lane < dims.dv_padded; ++lane) {
+        const int64_t e = lane_element<T>((int)lane);
+        if (e < p.DV) from_float(acc[lane] * factor, dst[e]);
+      }
+      if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = all.lse;
     }
-    if (p.lse) p.lse[token * p.lse_token + h * p.lse_head] = all.lse;
-  }
+  });
 }
 
 // The one merge: brings states to their common maximum and adds them, in the order of their segments.
@@ -213,7 +242,19 @@ void run_typed(const Job &job, int64_t first, int64_t count, char *memory) {
   }
 }
 
+template <class C>
+void run_codes(const Job &job, int64_t first, int64_t count, char *memory) {
+  if constexpr (PairDot<paired<C>>::value)
+    if (job.problem->dtype == DType::bf16) return run_typed<paired<C>>(job, first, count, memory);
+  run_typed<C>(job, first, count, memory);
+}
+
 void run(const Job &job, int64_t first, int64_t count, char *scratch) {
+  switch (job.problem->codes) {
+    case Codes::none: break;
+    case Codes::e4m3: return run_codes<e4m3>(job, first, count, scratch);
+    case Codes::int8: return run_codes<i8>(job, first, count, scratch);
+  }
   switch (job.problem->dtype) {
     case DType::f32: return run_typed<float>(job, first, count, scratch);
     case DType::f16: return run_typed<f16>(job, first, count, scratch);
@@ -274,6 +315,14 @@ void linear(const Linear &l, int64_t begin, int64_t end) {
   }
 }
 
+void quantise(const Append &a, const int64_t *slots, int64_t begin, int64_t end, int64_t page_size, float *row) {
+  switch (a.codes) {
+    case Codes::none: return;
+    case Codes::e4m3: return quantise_codes<e4m3>(a, slots, begin, end, page_size, row);
+    case Codes::int8: return quantise_codes<i8>(a, slots, begin, end, page_size, row);
+  }
+}
+
 float read(const char *data, int64_t bytes) {
   // Two streams of plain loads: what the hardware prefetches by itself is faster than anything that asks for it.
   const int64_t n = bytes / 4, half = n / 2, step = 4 * kW;
@@ -297,7 +346,8 @@ float read(const char *data, int64_t bytes) {
 
 }  // namespace
 
-extern const Kernel kernel = {WF_TEXT(WF_ISA), partial_floats, scratch_bytes, run, merge, linear_floats, spread, linear, read};
+extern const Kernel kernel = {WF_TEXT(WF_ISA), partial_floats, scratch_bytes, run, merge, linear_floats, spread, linear,
+                              quantise, read};
 
 }  // namespace WF_ISA
 }  // namespace wf

@@ -30,6 +30,9 @@ struct Kernel {
   int64_t (*linear_floats)(const Linear &);
   void (*spread)(const Linear &);
   void (*linear)(const Linear &, int64_t begin, int64_t end);
+  // Tokens [begin, end) on their way into a cache of codes; their slots lie within it or are negative. `row` has room for
+  // five bytes an element of a row.
+  void (*quantise)(const Append &, const int64_t *slots, int64_t begin, int64_t end, int64_t page_size, float *row);
   // Reads a buffer and returns a sum that keeps the compiler from dropping the loads.
   float (*read)(const char *data, int64_t bytes);
 };

@@ -20,7 +20,8 @@ std::vector<const Kernel *> available_kernels() {
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kernel);
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+    found.push_back(&avx512bf16::kernel);
   if (avx512) found.push_back(&avx512::kernel);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     found.push_back(&avx2::kernel);
@@ -84,6 +85,12 @@ static Report check_lengths(const Problem &p) {
     if (!(p.sinks[h] < std::numeric_limits<float>::infinity())) return {Fault::sink_no_number, h, sign(p.sinks[h]), 0};
   for (int64_t h = 0; p.slopes && h < p.HQ; ++h)
     if (!std::isfinite(p.slopes[h])) return {Fault::slope_no_number, h, sign(p.slopes[h]), 0};
+  for (int64_t side = 0; side < 2; ++side) {
+    const Scales &s = side ? p.v_scales : p.k_scales;
+    for (int64_t h = 0; s.at && !s.tokens && h < p.KH; ++h)
+      if (const float x = *((const float *)s.at + h * s.to_head); !std::isfinite(x))
+        return {Fault::scale_no_number, h, sign(x), side};
+  }
   if (!p.cu_q) return {};
   if (p.cu_q[0] != 0) return {Fault::offsets_start, 0, p.cu_q[0], 0};
   for (int64_t b = 0; b < p.B; ++b)
@@ -98,6 +105,7 @@ static Report check_lengths(const Problem &p) {
 // --- the call ---------------------------------------------------------------------------------------------------
 
 static int64_t element_bytes(DType t) { return t == DType::f32 ? 4 : 2; }
+static int64_t kv_bytes(const Problem &p) { return p.codes == Codes::none ? element_bytes(p.dtype) : 1; }
 
 // Query tokens that see no key: nothing but the sinks is in their softmax. Padding has not even those.
 static void write_empty(const Problem &p, int64_t from, int64_t to, const float *sinks) {
@@ -197,7 +205,7 @@ Report attention(const Problem &p, Kind kind, int64_t param, int64_t workers, in
   }
   int64_t tiles = 0;
   for (const Segment &s : segs) tiles += s.end - s.begin;
-  const bool small = tiles * p.tile * (p.D + p.DV) * element_bytes(p.dtype) < kAloneBytes;
+  const bool small = tiles * p.tile * (p.D + p.DV) * kv_bytes(p) < kAloneBytes;
   const int team = small ? 1 : (int)std::min<int64_t>(threads, call.units);
 
   int64_t query_rows = p.G;
@@ -338,9 +346,39 @@ static void append_one(const Append &a, const int64_t *slots, int64_t n, int64_t
   }
 }
 
-int64_t append(const Append &k, const Append &v, const int64_t *slots, int64_t n, int64_t page_size, int64_t pages) {
+namespace {
+
+struct QuantiseCall {
+  const Kernel *kernel;
+  const Append *k, *v;
+  const int64_t *slots;
+  int64_t n, page_size, block;
+  std::atomic<int64_t> next{0};
+};
+
+void quantise_work(void *arg) {
+  QuantiseCall &c = *(QuantiseCall *)arg;
+  std::vector<float> row((size_t)(2 * std::max(c.k->width, c.v->width)));
+  for (int64_t begin; (begin = c.next.fetch_add(c.block)) < c.n;)
+    for (const Append *a : {c.k, c.v})
+      c.kernel->quantise(*a, c.slots, begin, std::min(begin + c.block, c.n), c.page_size, row.data());
+}
+
+}  // namespace
+
+int64_t append(const Append &k, const Append &v, const int64_t *slots, int64_t n, int64_t page_size, int64_t pages,
+               int threads) {
   for (int64_t i = 0; i < n; ++i)
     if (slots[i] >= pages * page_size) return i;
+  if (k.codes != Codes::none) {
+    QuantiseCall call;
+    call.kernel = &kernel();
+    call.k = &k, call.v = &v, call.slots = slots, call.n = n, call.page_size = page_size;
+    // Tokens at a time: enough work (about 64K elements) to pay for handing it out.
+    call.block = std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, k.heads * (k.width + v.width)));
+    run_parallel((int)std::min<int64_t>(threads, (n + call.block - 1) / call.block), quantise_work, &call);
+    return -1;
+  }
   append_one(k, slots, n, page_size);
   append_one(v, slots, n, page_size);
   return -1;

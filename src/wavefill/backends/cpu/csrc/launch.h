@@ -22,6 +22,7 @@ enum class Fault : int {
   mask_too_narrow = 7,    // request, its query tokens, words of a row of the mask
   sink_no_number = 8,     // head, 0 for NaN or the sign of an infinity
   slope_no_number = 9,    // the same
+  scale_no_number = 10,   // KV head, the same, 0 for K or 1 for V
 };
 
 struct Report {
@@ -43,16 +44,9 @@ void merge_states(const char *outs, const float *lses, char *out, float *lse, in
 void linear(Linear l, int threads);
 double read_bytes_per_second(const char *data, int64_t bytes, int threads);
 
-// K or V of new tokens, [n, heads, width], on their way into a cache.
-struct Append {
-  const char *src;
-  char *dst;
-  int64_t heads, width, element;
-  int64_t src_token, src_head, src_dim;
-  Strides to;
-};
-// Writes both; returns the first token whose slot lies past the cache (nothing is written then), or -1. A negative slot
+// Writes K and V of new tokens; returns the first token whose slot lies past the cache (nothing is written then), or -1. A negative slot
 // skips its token.
-int64_t append(const Append &k, const Append &v, const int64_t *slots, int64_t n, int64_t page_size, int64_t pages);
+int64_t append(const Append &k, const Append &v, const int64_t *slots, int64_t n, int64_t page_size, int64_t pages,
+               int threads);
 
 }  // namespace wf

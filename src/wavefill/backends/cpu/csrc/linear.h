@@ -11,7 +11,7 @@ using wf::Linear;
 template <class T>
 inline void spread(const Linear &l) {
   for (int64_t r = 0; r < l.rows; ++r)
-    lay_out_row((const T *)l.x + r * l.x_row, l.in, l.lanes + r * row_floats<T>(l.in));
+    lay_out_row<T>((const T *)l.x + r * l.x_row, l.in, 1.0f, l.lanes + r * row_floats<T>(l.in));
 }
 
 // Outputs [begin, end) of rows r .. r + MR.

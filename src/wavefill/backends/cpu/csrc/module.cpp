@@ -21,6 +21,14 @@ T *pointer(uintptr_t address) {
   return reinterpret_cast<T *>(address);
 }
 
+// Scales as (address, half, one a token, strides of pages, tokens and heads).
+using ScaleView = std::tuple<uintptr_t, bool, bool, int64_t, int64_t, int64_t>;
+
+wf::Scales scales(const ScaleView &s) {
+  return {pointer<const char>(std::get<0>(s)), std::get<1>(s), std::get<2>(s), std::get<3>(s), std::get<4>(s),
+          std::get<5>(s)};
+}
+
 nb::object attention(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintptr_t lse, uintptr_t seq_lens,
                      uintptr_t table, uintptr_t cu_q, int64_t T, int64_t B, int64_t HQ, int64_t KH, int64_t D,
                      int64_t DV, int64_t page_size, int64_t pages, int64_t max_pages, int64_t table_stride,
@@ -28,7 +36,8 @@ nb::object attention(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintp
                      int64_t v_page, int64_t v_token, int64_t v_head, int64_t v_dim, int64_t o_token, int64_t o_head,
                      int64_t lse_token, int64_t lse_head, int dtype, float scale, bool causal, int64_t window,
                      int64_t tile, int kind, int64_t param, int64_t workers, int threads, float softcap, uintptr_t sinks,
-                     uintptr_t slopes, uintptr_t mask, int64_t mask_words) {
+                     uintptr_t slopes, uintptr_t mask, int64_t mask_words, int codes, const ScaleView &k_scales,
+                     const ScaleView &v_scales) {
   wf::Problem p{};
   p.q = pointer<const char>(q), p.k = pointer<const char>(k), p.v = pointer<const char>(v);
   p.out = pointer<char>(out), p.lse = pointer<float>(lse);
@@ -42,6 +51,7 @@ nb::object attention(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintp
   p.dtype = (wf::DType)dtype, p.scale = scale, p.causal = causal, p.window = window, p.tile = tile;
   p.softcap = softcap, p.sinks = pointer<const float>(sinks), p.slopes = pointer<const float>(slopes);
   p.mask = pointer<const uint32_t>(mask), p.mask_words = mask_words;
+  p.codes = (wf::Codes)codes, p.k_scales = scales(k_scales), p.v_scales = scales(v_scales);
   wf::Report r;
   {
     nb::gil_scoped_release release;
@@ -89,14 +99,16 @@ using Side = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t
 
 // A side is (source, cache, heads, width, source strides [3], cache strides without the page's [3]).
 int64_t append(const Side &k, const Side &v, int64_t k_page, int64_t v_page, uintptr_t slots, int64_t n, int64_t element,
-               int64_t page_size, int64_t pages) {
-  auto side = [&](const Side &s, int64_t page) {
+               int64_t page_size, int64_t pages, int dtype, int codes, const ScaleView &k_scales,
+               const ScaleView &v_scales, int threads) {
+  auto side = [&](const Side &s, int64_t page, const ScaleView &by) {
     return wf::Append{pointer<const char>(std::get<0>(s)), pointer<char>(std::get<1>(s)), std::get<2>(s), std::get<3>(s),
                       element, std::get<4>(s), std::get<5>(s), std::get<6>(s),
-                      {page, std::get<7>(s), std::get<8>(s), std::get<9>(s)}};
+                      {page, std::get<7>(s), std::get<8>(s), std::get<9>(s)}, (wf::DType)dtype, (wf::Codes)codes, scales(by)};
   };
   nb::gil_scoped_release release;
-  return wf::append(side(k, k_page), side(v, v_page), pointer<const int64_t>(slots), n, page_size, pages);
+  return wf::append(side(k, k_page, k_scales), side(v, v_page, v_scales), pointer<const int64_t>(slots), n, page_size,
+                    pages, threads);
 }
 
 void merge(uintptr_t outs, uintptr_t lses, uintptr_t out, uintptr_t lse, int64_t n, int64_t rows, int64_t d, int dtype,

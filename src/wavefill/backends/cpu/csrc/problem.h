@@ -6,9 +6,21 @@ namespace wf {
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
+// How K and V are stored: as numbers of q's dtype, or as codes, whose values are code x scale.
+enum class Codes : int { none = 0, e4m3 = 1, int8 = 2 };
+
 // Offsets and strides are counted in elements; all of them are 64 bits wide.
 struct Strides {
   int64_t page, token, head, dim;
+};
+
+// Scales of K or V. `at` is null where every scale is 1. Without `tokens` there is a float32 a KV head (with a stride of 0,
+// one for all); with it one a token and head.
+struct Scales {
+  const char *at;
+  bool half;  // float16, else float32; of tokens' scales alone
+  bool tokens;
+  int64_t to_page, to_token, to_head;
 };
 
 struct Problem {
@@ -23,7 +35,9 @@ struct Problem {
   Strides ks, vs;
   int64_t q_token, q_head, o_token, o_head;
   int64_t lse_token, lse_head;
-  DType dtype;
+  DType dtype;   // of q and out, and of K and V unless they are codes
+  Codes codes;
+  Scales k_scales, v_scales;
   float scale;
   bool causal;
   int64_t window;  // keys a query sees, itself included; 0: all
@@ -59,6 +73,18 @@ struct Linear {
   int64_t rows, in, outs;
   int64_t x_row, weight_row, out_row;  // strides in elements; the last dimensions lie side by side
   DType dtype;
+};
+
+// K or V of new tokens, [n, heads, width], on their way into a cache.
+struct Append {
+  const char *src;
+  char *dst;
+  int64_t heads, width, element;  // element: bytes of one of the source
+  int64_t src_token, src_head, src_dim;
+  Strides to;
+  DType dtype;    // of the source, and of the cache unless it holds codes
+  Codes codes;
+  Scales scales;  // read where they are of heads, written where each token has one
 };
 
 // All segments of one (row, head); the last worker to finish one of them merges them in order.

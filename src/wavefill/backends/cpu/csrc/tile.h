@@ -3,8 +3,7 @@
 #pragma once
 #include <float.h>
 
-#include "problem.h"
-#include "vec.h"
+#include "codes.h"
 
 namespace {
 
@@ -13,7 +12,6 @@ namespace {
 using wf::Problem;
 using wf::Row;
 
-constexpr int kPrefetchLevel = 3;  // __builtin_prefetch locality: 3 L1, 2 L2
 constexpr int kMaxTokens = 4;      // that one pass over q makes scores for
 
 struct Dims {
@@ -22,9 +20,9 @@ struct Dims {
 
 inline int64_t pad_to(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
-// Tokens of a tile: the address of KV head 0 of each.
+// Tokens of a tile: the address of KV head 0 of each, and of its scale where each has one.
 struct Tokens {
-  const char **k, **v;
+  const char **k, **v, **k_scales, **v_scales;
   int64_t from, count;
 };
 
@@ -73,6 +71,7 @@ struct Staging {
 // A worker's memory for one tile.
 struct Buffers {
   float *scores;  // [tile_padded, 4]: scores of up to four query rows, then weights
+  float *k_scales, *v_scales;  // [tile_padded]: of the tile's tokens, where each has one
   Staging k, v;
 };
 
@@ -108,13 +107,18 @@ inline void reset(State &s) {
 }
 
 #if defined(__AVX512BF16__)
-// Dot products of bf16 pairs take q in bf16, in its own order. Exact, because q has the cache's dtype.
+// Dot products of bf16 pairs take q in bf16, in its own order. Exact, because q is in bf16, and the cache is too or holds
+// codes, all of which are numbers in bf16.
 template <class T>
 struct PairDot {
   static constexpr bool value = false;
 };
 template <>
 struct PairDot<bf16> {
+  static constexpr bool value = true;
+};
+template <class C>
+struct PairDot<paired<C>> {
   static constexpr bool value = true;
 };
 #else
@@ -130,16 +134,17 @@ inline int64_t row_floats(int64_t width) {
   const int64_t padded = pad_to(width, 2 * kW);
   return PairDot<T>::value ? padded / 2 : padded;
 }
-template <class T>
-inline void lay_out_row(const T *x, int64_t width, float *q) {
-  const T zero = {};
+// T is the cache's type; q's own is another where the cache holds codes, whose scale it then takes, but for pairs.
+template <class T, class Q>
+inline void lay_out_row(const Q *x, int64_t width, float scale, float *q) {
+  const Q zero = {};
   for (int64_t lane = 0; lane < pad_to(width, 2 * kW); ++lane) {
     const int64_t e = PairDot<T>::value ? lane : lane_element<T>((int)lane);
-    const T value = e < width ? x[e] : zero;
+    const Q value = e < width ? x[e] : zero;
     if (PairDot<T>::value)
-      ((T *)q)[lane] = value;
+      ((Q *)q)[lane] = value;
     else
-      q[lane] = to_float(value);
+      q[lane] = is_code<T> ? to_float(value) * scale : to_float(value);
   }
 }
 
@@ -177,7 +182,7 @@ WF_INLINE void dot_block(const float *q, int64_t q_stride, const T *const (&k)[N
 #if defined(__AVX512BF16__)
   if constexpr (PairDot<T>::value) {
     __m512bh x[NT];
-    for (int j = 0; j < NT; ++j) x[j] = (__m512bh)_mm512_loadu_si512(k[j]);
+    for (int j = 0; j < NT; ++j) x[j] = (__m512bh)load_pairs(k[j]);
     for (int i = 0; i < MR; ++i) {
       const __m512bh y = (__m512bh)_mm512_loadu_si512(q + i * q_stride);
       for (int j = 0; j < NT; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x[j], y);
@@ -239,6 +244,10 @@ struct TileWork {
     const Side<T> k = side(now.k, now.count, head, p.ks, p.D, buffers.k);
     const Side<T> v = side(now.v, now.count, head, p.vs, p.DV, buffers.v);
     Stream next(ahead, p, sizeof(T));
+    if (is_code<T>) {
+      scales(p.k_scales, now.k_scales, head, now.count, ahead, ahead.tokens->k_scales, buffers.k_scales);
+      scales(p.v_scales, now.v_scales, head, now.count, ahead, ahead.tokens->v_scales, buffers.v_scales);
+    }
     const int64_t groups = (s.rows + 3) / 4, share = (next.left() + groups - 1) / groups;
     for (int64_t r = 0; r < s.rows; r += 4) {
       switch (s.rows - r) {
@@ -258,6 +267,13 @@ struct TileWork {
     int64_t offset;
     const X *const *tails;
   };
+
+  static void scales(const wf::Scales &s, const char *const *now, int64_t head, int64_t n, const Ahead &ahead,
+                     const char *const *next, float *to) {
+    if (!s.tokens) return;
+    gather_scales(s, now, head, n, to);
+    prefetch_scales(s, next, ahead.head, ahead.count);
+  }
 
   // Elements that do not lie next to each other are copied to the stage; the part that does not fill a block goes to the
   // tail, padded with zeros, so that nothing past a head is ever read.
@@ -328,6 +344,11 @@ struct TileWork {
     float *x = buffers.scores;
     const bool last = scaled_last(p);
     const V scale = vset(last ? p.scale : 1.0f);
+    if (is_code<T> && (p.k_scales.tokens || PairDot<T>::value)) {
+      const V all = vset(scale_of_head<T>(p.k_scales, head));
+      for (int64_t i = 0; i < used; i += kW)
+        vstore(x + i, vmul(vload(x + i), p.k_scales.tokens ? vspread<R>(buffers.k_scales + i / R) : all));
+    }
     if (!last) finish<MR>(r, head, now);
     for (int64_t i = used; i < padded; ++i) x[i] = -INFINITY;
     for (int i = 0; i < MR; ++i) hide<R>(x + i, row.pos0 + (r + i) / p.G, now);
@@ -342,7 +363,7 @@ struct TileWork {
     V total = vzero();
     for (int64_t i = 0; i < padded; i += kW) {
       const V y = vexp(vmul(vsub(vload(x + i), base), scale));
-      vstore(x + i, y);
+      vstore(x + i, is_code<T> && p.v_scales.tokens ? vmul(y, vspread<R>(buffers.v_scales + i / R)) : y);
       total = vadd(total, y);
     }
     total = vsum_rows<R>(total);

@@ -49,7 +49,6 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
-
 #if defined(__AVX512F__)
 
 using V = __m512;
@@ -87,6 +86,13 @@ template <int H>
 WF_INLINE V load_half(const bf16 *p) {
   const __m512i x = _mm512_loadu_si512(p);
   return _mm512_castsi512_ps(H ? _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)) : _mm512_slli_epi32(x, 16));
+}
+// Element i of the result: p[i / R]; p has kW elements at least.
+template <int R>
+WF_INLINE V vspread(const float *p) {
+  if constexpr (R == 1) return vload(p);
+  const __m512i at = _mm512_srli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), R / 2);
+  return _mm512_permutexvar_ps(at, vload(p));
 }
 inline bool vdiffer(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
 // Element i of the result: the one at i ^ N; N a power of two.
@@ -140,6 +146,13 @@ template <int H>
 WF_INLINE V load_half(const bf16 *p) {
   const __m256i x = _mm256_loadu_si256((const __m256i *)p);
   return _mm256_castsi256_ps(H ? _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)) : _mm256_slli_epi32(x, 16));
+}
+// Element i of the result: p[i / R]; p has kW elements at least.
+template <int R>
+WF_INLINE V vspread(const float *p) {
+  if constexpr (R == 1) return vload(p);
+  const __m256i at = _mm256_srli_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), R / 2);
+  return _mm256_permutevar8x32_ps(vload(p), at);
 }
 inline bool vdiffer(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
 // Element i of the result: the one at i ^ N; N a power of two.
@@ -216,6 +229,11 @@ WF_INLINE V load_half(const bf16 *p) {
 #else
   return (V)(H ? x & 0xffff0000u : x << 16);
 #endif
+}
+// Element i of the result: p[i / R].
+template <int R>
+WF_INLINE V vspread(const float *p) {
+  return V{p[0], p[1 / R], p[2 / R], p[3 / R]};
 }
 inline bool vdiffer(V a, V b) {
   const VI e = a != b;
@@ -333,7 +351,6 @@ inline int lane_element<bf16>(int lane) {
   const int block = lane / (2 * kW), i = lane % (2 * kW);
   return block * 2 * kW + (i < kW ? 2 * i : 2 * (i - kW) + 1);
 }
-
 // exp(x) for x <= 0 to within 1.5 units in the last place; NaN stays NaN, anything below -87.3 gives 0.
 inline V vexp(V x) {
   // The order of the operands lets a NaN through on every instruction set.
