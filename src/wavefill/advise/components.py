@@ -30,7 +30,7 @@ ATTENTION_FLOPS, SOFTMAX_SHOWN = 0.91, 0.78
 HEAD_SIZES = (64, 96, 128, 192, 256)
 #: Decoding over a latent cache: share of the tensor cores' peak. FlashMLA's README: 660 TFLOP/s on an H800.
 LATENT_FLOPS = 660 / 989.5
-#: Linear layers: share of the read bandwidth of weights (docs/transformers.md: 15.0 GB of Llama-3.1-8B in 3.6 ms), and
+#: Linear layers: share of the read bandwidth of weights (docs/gpu-backend.md: Llama-3.1-8B's at 4.15 of 4.58 TB/s), and
 #: of the tensor cores' peak (docs/gpu-backend.md: a product of 8,192 in 1.49 ms, bfloat16). In fp8 DeepGEMM's README
 #: has up to 1,550 TFLOP/s on an H800, 0.78 of the peak.
 LINEAR_READ, LINEAR_FLOPS = 0.91, 0.746
@@ -307,8 +307,8 @@ def components(model: Architecture, load: Load, formats: Formats, machine: Machi
     rows = load.tokens if load.decoding else load.batch
     made.append(linears("head", (model.head,), 1, rows, formats, machine))
     if load.decoding:
-        made.append(Component("norms and the like", "rest", len(model.layers), fixed=LAYER_REST))
-        made.append(Component("between kernels", "rest", 1, fixed=STEP_REST))
+        made.append(Component("beside products", "rest", len(model.layers), fixed=LAYER_REST))
+        made.append(Component("choosing tokens", "rest", 1, fixed=STEP_REST))
     return tuple(made)
 
 

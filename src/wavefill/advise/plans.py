@@ -129,8 +129,8 @@ class Planner:
         parts += [linears(part.name, part.linears, part.layers, tokens[part.tokens], self.formats, machine)
                   for part in self.held.parts if part.linears]
         parts += [linears("head", (self.held.head,), 1, tokens["group"], self.formats, machine),
-                  Component("norms and the like", "rest", len(self.model.layers), fixed=LAYER_REST),
-                  Component("between kernels", "rest", 1, fixed=STEP_REST)]
+                  Component("beside products", "rest", len(self.model.layers), fixed=LAYER_REST),
+                  Component("choosing tokens", "rest", 1, fixed=STEP_REST)]
         gpus = plan.gpus * plan.replicas
         return Step(plan, gpus, batch, tuple(parts), tuple(self._exchanges(tokens)), self.weights,
                     mine * self.request, self.usable, self.copies, round(gpus * stored), read / machine.read)

@@ -51,7 +51,7 @@ def sources(machine: Machine) -> tuple[Source, ...]:
         Source("latents in decoding", f"{LATENT_FLOPS:.2f} of the peak", "published", "FlashMLA's README, H800"),
         Source("linear layers", f"{LINEAR_READ} of the read bandwidth, {LINEAR_FLOPS} of the peak", "measured",
                "an H200, docs/transformers.md and docs/gpu-backend.md"),
-        Source("norms and the like", f"{LAYER_REST * 1e6:.0f} us a layer, {STEP_REST * 1e3:.1f} ms a step",
+        Source("beside products", f"{LAYER_REST * 1e6:.0f} us a layer, {STEP_REST * 1e3:.1f} ms a step",
                "measured", "Llama-3.1-8B on an H200, docs/transformers.md"),
         Source("links", "none" if gpu.link is None else
                f"{gpu.link / 1e9:,.0f} GB/s each way, {LINK_SHARE:.2f} of it reached", "data sheet",
