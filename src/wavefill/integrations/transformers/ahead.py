@@ -48,11 +48,12 @@ class Begun:
         self._done.record(stream)
 
     def join(self) -> None:
-        """What is asked of `stream` from now on comes after it."""
+        """What is asked of `stream`, and of the current stream, from now on comes after it."""
         done, self._done = self._done, None
         if done is not None and self.stream is not None:
             with suppress(RuntimeError):  # at the end of the process, or after a failure that everything else meets too
                 self.stream.wait_event(done)
+                torch.cuda.current_stream(self.stream.device).wait_event(done)
 
 
 class _Next(StoppingCriteria):  # type: ignore[misc]
