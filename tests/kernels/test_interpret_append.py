@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -148,7 +147,11 @@ def test_a_cache_that_it_writes_for(layout: str, monkeypatch: pytest.MonkeyPatch
         return cache
 
     expected = filled()
-    monkeypatch.setattr(cpu, "append", partial(operators.append, interpret=True))
+
+    def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, *no_scales: None) -> None:
+        operators.append(k_cache, v_cache, k, v, slots, interpret=True)
+
+    monkeypatch.setattr(cpu, "append", append)
     found = filled()
     for layer in range(2):
         assert torch.equal(found.view(layer).k, expected.view(layer).k)
