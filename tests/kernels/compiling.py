@@ -159,8 +159,8 @@ def layer_jobs(target: str) -> Iterator[Job]:
         yield Job(layer.gate_variant(dtype, aligned), target)
     if target == HOPPER:
         for dtype in ("float16", "bfloat16"):
-            for build in (*flat.builds(dtype), *rotary.builds(dtype)):
-                yield Job(build, target, 2)
+            for build in (*flat.builds(dtype), *rotary.builds(dtype)):  # the most shared memory is that of one on an SM
+                yield Job(build, target, 1)
 
 
 def several_jobs(target: str, head_sizes: Iterable[int], *, few: bool = False) -> Iterator[Job]:
